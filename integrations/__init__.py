@@ -1,0 +1,11 @@
+"""Integrations: the only place that knows a trainer; each module puts compression into one of them.
+
+``ddp``  :class:`torch.nn.parallel.DistributedDataParallel`, through its communication hook
+"""
+
+if __name__ != "gradcomp.integrations":
+    raise ImportError(
+        "this folder is the package gradcomp.integrations (gradcomp/integrations links to it): write "
+        "`import gradcomp.integrations`. If you meant another package named `integrations`, run from another folder "
+        "(`pytest`, not `python -m pytest`)."
+    )
