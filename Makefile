@@ -38,7 +38,7 @@ check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.stamp-dev
 	$(BIN)/pytest $(PYTEST_ARGS)
