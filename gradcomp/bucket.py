@@ -1,0 +1,181 @@
+"""A bucket: one flat tensor and the parameters in it.
+
+Slots are described by the *parameters* (name, size, stride), never by ``GradBucket.gradients()``, whose views are wrong for
+complex, sparse and strided parameters. Blocks never span parameters, and a block's owner depends on the parameter alone
+(its place in declaration order), not on the bucket: that keeps server residuals valid when buckets are rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradcomp.kernels.ops import Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in a flat bucket (``offset`` and ``numel`` in elements, in memory order)."""
+
+    name: str
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(m, n) of the slot as a row-major matrix in memory order: the outermost dimension against the rest."""
+        if len(self.shape) < 2 or self.numel == 0:
+            return 1, self.numel
+        outermost = max(range(len(self.shape)), key=lambda d: (self.shape[d] > 1, self.stride[d]))
+        rows = self.shape[outermost]
+        return rows, self.numel // rows
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What the engine knows of a parameter. ``embedding``: its rows are looked up, so most gradient rows are zero."""
+
+    name: str
+    numel: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    embedding: bool = False
+
+
+class ParameterTable:
+    """All parameters in declaration order, which is the same on all ranks and in all buckets."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.by_name: Mapping[str, Parameter] = {parameter.name: parameter for parameter in parameters}
+        if len(self.by_name) != len(parameters):
+            raise ValueError("parameter names are not unique")
+        self._first_blocks: dict[int, dict[str, int]] = {}
+
+    def first_block(self, name: str, size: int) -> int:
+        """Number of blocks of ``size`` elements in all parameters declared before ``name``."""
+        table = self._first_blocks.get(size)
+        if table is None:
+            table, count = {}, 0
+            for parameter in self.by_name.values():
+                table[parameter.name] = count
+                count += -(-parameter.numel // size)
+            self._first_blocks[size] = table
+        return table[name]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Where one parameter's blocks stand: ``first`` of ``count`` blocks in block space, and in the owned shard."""
+
+    name: str
+    first: int
+    count: int
+    numel: int
+    owned_first: int
+    owned_count: int
+
+
+def cut_blocks(
+    slots: Sequence[Slot], table: ParameterTable, size: int, rank: int, world: int, device: torch.device
+) -> tuple[Blocks, tuple[BlockSpan, ...]]:
+    """Cut ``slots`` into blocks of at most ``size`` elements and deal them out round-robin to the ranks."""
+    counts = np.array([-(-slot.numel // size) for slot in slots], dtype=np.int64)
+    nb = int(counts.sum())
+    slot_of = np.repeat(np.arange(len(slots)), counts)
+    first = np.concatenate([[0], np.cumsum(counts)[:-1]]) if len(slots) else np.zeros(0, np.int64)
+    within = np.arange(nb) - first[slot_of]
+    offsets = np.array([slot.offset for slot in slots], dtype=np.int64)
+    numels = np.array([slot.numel for slot in slots], dtype=np.int64)
+    start = offsets[slot_of] + within * size
+    length = np.minimum(size, numels[slot_of] - within * size).astype(np.int32)
+    firsts = np.array([table.first_block(slot.name, size) for slot in slots], dtype=np.int64)
+    owner = (firsts[slot_of] + within) % world
+
+    shares = np.bincount(owner, minlength=world)
+    order = np.argsort(owner, kind="stable")
+    local = np.empty(nb, np.int64)
+    local[order] = np.arange(nb) - np.repeat(np.concatenate([[0], np.cumsum(shares)[:-1]]), shares)
+    per_shard = int(shares.max()) if nb else 0
+    owned = np.zeros(per_shard, np.int32)
+    mine = owner == rank
+    owned[local[mine]] = length[mine]
+
+    spans = []
+    for i, slot in enumerate(slots):
+        in_slot = local[first[i] : first[i] + counts[i]][mine[first[i] : first[i] + counts[i]]]
+        spans.append(
+            BlockSpan(
+                slot.name, int(first[i]), int(counts[i]), slot.numel, int(in_slot[0]) if in_slot.size else 0, in_slot.size
+            )
+        )
+    blocks = Blocks(
+        size=size,
+        world=world,
+        per_shard=per_shard,
+        start=torch.from_numpy(start).to(device),
+        length=torch.from_numpy(length).to(device),
+        position=torch.from_numpy((owner * per_shard + local).astype(np.int32)).to(device),
+        owned=torch.from_numpy(owned).to(device),
+    )
+    return blocks, tuple(spans)
+
+
+class Runs:
+    """Some slots of a flat bucket as one compact tensor of :attr:`numel` elements, in slot order.
+
+    Long runs are copied as slices, short ones (biases, norms) by one indexed copy, so the number of parameters does not
+    show in the step.
+    """
+
+    _LONG = 1 << 14
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+        runs: list[list[int]] = []
+        for slot in slots:
+            if runs and runs[-1][0] + runs[-1][1] == slot.offset:
+                runs[-1][1] += slot.numel
+            elif slot.numel:
+                runs.append([slot.offset, slot.numel])
+        self.numel = sum(numel for _, numel in runs)
+        self._long: list[tuple[int, int, int]] = []
+        index, place, at = [], [], 0
+        for offset, numel in runs:
+            if numel >= self._LONG or len(runs) == 1:
+                self._long.append((offset, at, numel))
+            else:
+                index.append(torch.arange(offset, offset + numel))
+                place.append(torch.arange(at, at + numel))
+            at += numel
+        self._index = torch.cat(index).to(device) if index else None
+        self._place = torch.cat(place).to(device) if place else None
+
+    def view(self, flat: Tensor) -> Tensor | None:
+        """The compact tensor itself, without a copy, where the slots are one contiguous run."""
+        if len(self._long) == 1 and self._index is None:
+            offset, _, numel = self._long[0]
+            return flat[offset : offset + numel]
+        return None
+
+    def gather(self, flat: Tensor, out: Tensor) -> None:
+        """Copy the slots of ``flat`` to ``out`` [numel]."""
+        for offset, at, numel in self._long:
+            out[at : at + numel].copy_(flat[offset : offset + numel])
+        if self._index is not None and self._place is not None:
+            if self._index.numel() == self.numel:
+                torch.index_select(flat, 0, self._index, out=out[: self.numel])
+            else:
+                out.index_copy_(0, self._place, flat.index_select(0, self._index))
+
+    def scatter(self, values: Tensor, flat: Tensor) -> None:
+        """Copy ``values`` [numel] back to the slots of ``flat``."""
+        for offset, at, numel in self._long:
+            flat[offset : offset + numel].copy_(values[at : at + numel])
+        if self._index is not None and self._place is not None:
+            source = values[: self.numel] if self._index.numel() == self.numel else values.index_select(0, self._place)
+            flat.index_copy_(0, self._index, source)

@@ -1,0 +1,1 @@
+"""Compressors: one algorithm, one file. :mod:`gradcomp.registry` finds them by name."""

@@ -1,0 +1,142 @@
+"""fp16 and bf16 casts: half the bytes of fp32.
+
+``accumulate=fp32`` (default): two-phase, every owner sums its share in fp32 and casts the mean once more, so the sum does
+not lose bits as N grows. ``accumulate=wire``: one all-reduce in the half type, divided by N before the cast; the ring adds
+in the half type. 16 bits per element, no memory, rounding to nearest. Finite values beyond the type's range become the
+largest finite value and are counted; inf and NaN stay what they are.
+
+[Micikevicius et al. 2018, arXiv 1710.03740, on fp16's range; torch's fp16_compress_hook is accumulate=wire unclamped]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from gradcomp import wire
+from gradcomp.bucket import Runs
+from gradcomp.collectives import AllGather, AllReduce, AllToAll
+from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp16Config:
+    """``accumulate``: fp32 (owners sum in fp32) or wire (the all-reduce sums in fp16)."""
+
+    accumulate: Literal["fp32", "wire"] = "fp32"
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.accumulate in ("fp32", "wire"), "accumulate", self.accumulate, "'fp32' or 'wire'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bf16Config:
+    """As :class:`Fp16Config`, in bf16."""
+
+    accumulate: Literal["fp32", "wire"] = "fp32"
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        require(self.accumulate in ("fp32", "wire"), "accumulate", self.accumulate, "'fp32' or 'wire'")
+
+
+class Cast(Compressor):
+    """The algorithm for both types."""
+
+    dtype: ClassVar[torch.dtype]
+
+    def __init__(self, config: Any, part: Part) -> None:
+        super().__init__(config, part)
+        self.runs = Runs(part.slots, part.device)
+        n = self.runs.numel
+        # where the slots are not one contiguous run, they are gathered here first
+        self.compact = None if self.runs.view(part.flat) is not None else part.zeros(n)
+        self.in_wire_type = config.accumulate == "wire"
+        if self.in_wire_type:
+            self.half = part.zeros(n, self.dtype)
+            return
+        self.share = -(-n // part.world)
+        size = wire.HEADER_BYTES + wire.align(2 * self.share)
+        self.size = size
+        self.send, self.recv = (part.zeros(part.world * size, wire.BYTE) for _ in range(2))
+        self.mine = part.zeros(size, wire.BYTE)
+        self.contiguous = part.zeros(self.share * part.world, self.dtype)
+
+    def _halves(self, shards: torch.Tensor) -> torch.Tensor:
+        """The elements of ``shards`` uint8 [rows, S] in the half type, [rows, share]."""
+        body = shards[:, wire.HEADER_BYTES : wire.HEADER_BYTES + 2 * self.share]
+        return body.view(self.dtype)
+
+    def reduce(self) -> Exchange:
+        """See :meth:`Compressor.reduce`."""
+        part, ops, n = self.part, self.part.ops, self.runs.numel
+        flat = self.runs.view(part.flat)
+        if flat is None:
+            assert self.compact is not None
+            flat = self.compact
+            self.runs.gather(part.flat, flat)
+
+        if self.in_wire_type:
+            ops.cast_encode(flat, self.half, 1.0 / (part.scale * part.world), part.finite, part.saturated)
+            yield AllReduce(self.half, final=True)
+            part.ok = bool(torch.isfinite(self.half).all())
+            ops.cast_decode(self.half, flat, part.scale)
+        else:
+            send, recv, mine = (buffer.view(-1, self.size) for buffer in (self.send, self.recv, self.mine))
+            outgoing, incoming = self._halves(send), self._halves(recv)
+            for rank in range(part.world):
+                share = slice(rank * self.share, min(n, (rank + 1) * self.share))
+                if share.start < n:
+                    source = flat[share]
+                    ops.cast_encode(
+                        source, outgoing[rank, : source.numel()], 1.0 / part.scale, part.finite, part.saturated
+                    )
+            wire.write_header(send, part.header, part.all_finite())
+            yield AllToAll(self.send, self.recv)
+            part.ok = wire.check_headers(recv, part.header)
+            self.contiguous.view(part.world, -1).copy_(incoming)
+            ops.cast_mean(self.contiguous, self._halves(mine).view(-1))
+            wire.write_header(mine, part.header, part.ok)
+            yield AllGather(self.mine, self.send, final=True)
+            part.ok = wire.check_headers(send, part.header)
+            for rank in range(part.world):
+                share = slice(rank * self.share, min(n, (rank + 1) * self.share))
+                if share.start < n:
+                    target = flat[share]
+                    ops.cast_decode(outgoing[rank, : target.numel()], target, part.scale)
+
+        if self.compact is not None:
+            self.runs.scatter(flat, part.flat)
+
+
+def _traits(summary: str) -> Traits:
+    return Traits(
+        summary=summary,
+        reference="arXiv 1710.03740",
+        collectives="all-to-all + all-gather",
+        bits=16,
+        memory=0,
+        linear=True,
+        biased=False,
+    )
+
+
+class Fp16(Cast):
+    """See the module's docstring."""
+
+    name = "fp16"
+    Config = Fp16Config
+    dtype = torch.float16
+    traits = _traits("half precision, fp32 sums, saturating")
+
+
+class Bf16(Cast):
+    """See the module's docstring."""
+
+    name = "bf16"
+    Config = Bf16Config
+    dtype = torch.bfloat16
+    traits = _traits("bfloat16, fp32 sums")

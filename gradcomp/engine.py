@@ -1,0 +1,135 @@
+"""One bucket's exchange: which compressor serves which slots, and the straight line from gradient buffer to mean.
+
+This is the only place where compressors, memory, rules and wire meet; it knows neither trainers nor process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradcomp import wire
+from gradcomp.bucket import ParameterTable, Runs, Slot
+from gradcomp.collectives import AllGather, AllReduce
+from gradcomp.compressors.base import Compressor, Part
+from gradcomp.kernels.ops import Ops
+from gradcomp.memory import Memory
+from gradcomp.registry import parse_spec
+from gradcomp.rules import Choice
+from gradcomp.schedule import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all buckets of a handle share."""
+
+    table: ParameterTable
+    memory: Memory
+    rank: int
+    world: int
+    ops: Ops
+
+
+class BucketExchange:
+    """A bucket under one layout and one choice of compressors; allocates everything that its steps need.
+
+    Args:
+        slots: the parameters in the bucket.
+        buffer: its flat gradient tensor (any dtype; sparse and complex ones are only ever all-reduced).
+        choices: per parameter name; None to all-reduce the bucket as it is.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], buffer: Tensor, choices: Mapping[str, Choice] | None, context: Context
+    ) -> None:
+        self.ok = True
+        self._context = context
+        self._memory = context.memory
+        groups: dict[str, list[Slot]] = {}
+        exact: list[Slot] = []
+        for slot in slots:
+            spec = choices[slot.name].spec if choices is not None and slot.numel else "none"
+            (exact if spec == "none" else groups.setdefault(spec, [])).append(slot)
+
+        self.compressed = bool(groups)
+        self.name = "+".join(parse_spec(spec)[0].name for spec in groups) or "none"
+        self._spec = wire.checksum(sorted((slot.name, spec) for spec, members in groups.items() for slot in members))
+        self._layout = wire.checksum([(s.name, s.offset, s.numel) for s in slots], str(buffer.dtype), context.world)
+        self._fresh = True
+
+        as_it_is = not groups or buffer.dtype == torch.float32
+        self._flat = None if as_it_is else torch.zeros(buffer.numel(), device=buffer.device)
+        flat = buffer if self._flat is None else self._flat
+        self._finite = torch.ones(1, dtype=torch.int32, device=buffer.device)
+        self.saturated = torch.zeros(1, dtype=torch.int64, device=buffer.device)
+
+        self._parts: list[Compressor] = []
+        if not groups:
+            groups = {"none": exact}
+            exact = []
+        for spec, members in groups.items():
+            compressor, config = parse_spec(spec)
+            riders, exact = (exact, []) if compressor.traits.carries_exact else ([], exact)
+            part = Part(
+                slots=members, exact_slots=riders, table=context.table, rank=context.rank, world=context.world,
+                device=buffer.device, ops=context.ops, memory=context.memory, spec=wire.checksum(spec),
+                layout=self._layout, flat=flat, finite=self._finite, saturated=self.saturated,
+            )  # fmt: skip
+            self._parts.append(compressor(config, part))
+
+        # riders that no compressor of this bucket carries get an all-reduce of their own
+        self._exact = Runs(exact, buffer.device)
+        self._exact_values = torch.zeros(self._exact.numel, device=buffer.device)
+        # residuals that the chosen compressors do not read would be lost: send them with the next step
+        reads = {slot.name for c in self._parts if c.feeds_back for slot in c.part.slots}
+        self._leftover = [s for s in slots if s.name not in reads and context.memory.read_worker(s.name) is not None]
+
+    def run(self, buffer: Tensor, step: int, scale: float) -> Exchange:
+        """Replace ``buffer`` by the compressed mean; ``scale`` is the loss scale in it."""
+        self.ok = True
+        if self._fresh:
+            yield from self._handshake(buffer.device, step)
+            self._fresh = False
+        flat = buffer if self._flat is None else self._flat.copy_(buffer)
+        for slot in self._leftover:
+            residual = self._memory.read_worker(slot.name)
+            if residual is not None:
+                flat[slot.offset : slot.offset + slot.numel].add_(residual, alpha=scale)
+
+        if self._exact.numel:
+            self._exact.gather(flat, self._exact_values)
+            self._exact_values.mul_(1.0 / self._context.world)
+            yield AllReduce(self._exact_values)
+            self._exact.scatter(self._exact_values, flat)
+        for compressor in self._parts:
+            part = compressor.part
+            part.flat, part.step, part.scale = flat, step, scale
+            part.begin()
+            for request in compressor.reduce():
+                request.final = request.final and compressor is self._parts[-1]
+                yield request
+            self.ok = self.ok and part.ok
+
+        if not self.compressed and self._memory.active and not buffer.is_sparse:
+            self.ok = bool(torch.isfinite(flat).all())  # another bucket's residuals depend on it
+        if self._flat is not None:
+            buffer.copy_(self._flat)
+
+    def settle(self) -> None:
+        """The step was committed: what :meth:`run` sent of leftover residuals is gone from memory."""
+        for slot in self._leftover:
+            self._memory.drop_worker(slot.name)
+        self._leftover = []
+
+    def _handshake(self, device: torch.device, step: int) -> Exchange:
+        """Once per layout: all ranks must agree before collectives of layout-dependent sizes are issued."""
+        world = self._context.world
+        mine = torch.zeros(1, wire.HEADER_BYTES, dtype=wire.BYTE, device=device)
+        everyone = torch.zeros(world * wire.HEADER_BYTES, dtype=wire.BYTE, device=device)
+        header = wire.Header(world, self._spec, self._layout, step)
+        wire.write_header(mine, header, True)
+        yield AllGather(mine.view(-1), everyone)
+        wire.check_headers(everyone.view(world, -1), header)

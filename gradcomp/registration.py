@@ -1,0 +1,359 @@
+"""The handle: one registered model's compression, whatever trainer it hangs in.
+
+Integrations describe the parameters and hand over buckets (:meth:`Handle.submit`); everything else that a user does goes
+through the handle: stats, changing the compressor, state for checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradcomp import wire
+from gradcomp.bucket import Parameter, ParameterTable, Slot
+from gradcomp.collectives import Group
+from gradcomp.compressors.base import require
+from gradcomp.engine import BucketExchange, Context
+from gradcomp.errors import ConfigError, GradcompError, MismatchError, UnsupportedError
+from gradcomp.kernels.select import get_ops
+from gradcomp.memory import Memory
+from gradcomp.registry import Spec, format_spec, parse_spec
+from gradcomp.rules import Choice, RuleLike, as_rules, choose
+from gradcomp.schedule import Task, make_schedule
+from gradcomp.stats import Counters, Stats
+
+SpecLike: TypeAlias = "Spec | Callable[[int], Spec]"
+"""A spec string, a config object, or a pure function from the step to one (the same on all ranks)."""
+
+STATE_FORMAT = 1
+_NORM_EVERY = 50
+_log = logging.getLogger("gradcomp")
+
+
+class Scaler(Protocol):
+    """What is used of ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float:
+        """The factor that is in the gradients."""
+
+
+class Handle:
+    """Compression of one model's gradients; made by :func:`gradcomp.register`.
+
+    Args:
+        process_group: the group over which the trainer averages gradients.
+        parameters: all parameters in declaration order.
+        device: of the gradients.
+        spec: compressor, or a function from the step to one.
+        rules: see :class:`gradcomp.Rule`.
+        warmup_steps: the first steps are exchanged uncompressed.
+        schedule: ``auto``, ``inline``, ``pipeline:depth=D`` or ``thread``.
+        scaler: the ``GradScaler`` in use, so that residuals are kept unscaled.
+        optimizer: the optimizer in use, if known: warns of combinations that converge badly.
+        backend: kernels, ``auto``, ``numba``, ``torch`` or ``cuda``; a named one works or raises.
+
+    Raises:
+        ConfigError, UnsupportedError, MismatchError: on every rank alike.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        parameters: Sequence[Parameter],
+        device: torch.device,
+        spec: SpecLike = "int8",
+        *,
+        rules: Iterable[RuleLike] | None = None,
+        warmup_steps: int = 0,
+        schedule: str = "auto",
+        scaler: Scaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        backend: str = "auto",
+    ) -> None:
+        require(isinstance(warmup_steps, int) and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number >= 0")
+        require(scaler is None or hasattr(scaler, "get_scale"), "scaler", scaler, "a GradScaler or None")
+        self._table = ParameterTable(parameters)
+        self._rules = as_rules(rules)
+        self._spec: SpecLike = spec
+        self._warmup = warmup_steps
+        self._scaler = scaler
+        self._ops = get_ops(device, backend)
+        self.group = Group(process_group)
+        self._choices: dict[str, Mapping[str, Choice]] = {}
+        self._check_coverage(self._spec_at(0))
+        self.group.agree(self._describe(), "gradcomp registration")
+        self._schedule = make_schedule(schedule, self.group)
+        self._memory = Memory(self._table, self.group.rank, self.group.world)
+        self._context = Context(self._table, self._memory, self.group.rank, self.group.world, self._ops)
+        self._counters = Counters()
+        self._step = 0
+        self._scale = 1.0
+        self._exchanges: dict[Hashable, BucketExchange] = {}
+        self._used: dict[Hashable, BucketExchange] = {}
+        self._norm_squared = 0.0
+        self._saturated = 0
+        self._in_step = False
+        self._last_ok = True
+        self._error: BaseException | None = None
+        if optimizer is not None:
+            self._warn_of(optimizer)
+        _log.info("%s: schedule %s, kernels %s", self._spec_at(0), self._schedule, self._ops.name)
+
+    # ---------------------------------------------------------------- what a user calls
+    def stats(self) -> Stats:
+        """A snapshot: bytes, ratio, times, residuals, and what was bypassed and why. Local to this rank."""
+        counters, spec = self._counters, self._spec_at(self._step)
+        norm = self._memory.worker_norm()
+        return Stats(
+            spec=spec,
+            schedule=str(self._schedule),
+            backend=self._ops.name,
+            rank=self.group.rank,
+            world_size=self.group.world,
+            steps=counters.steps,
+            compressed_steps=counters.compressed_steps,
+            skipped_steps=counters.skipped_steps,
+            raw_bytes=counters.raw_bytes,
+            wire_bytes=self._sent(),
+            raw_bytes_per_step=counters.last_raw_bytes,
+            wire_bytes_per_step=counters.last_wire_bytes,
+            collectives=sum(group.calls for group in self._schedule.groups),
+            encode_seconds=counters.timings.encode,
+            exchange_seconds=counters.timings.exchange,
+            decode_seconds=counters.timings.decode,
+            residual_norm=norm,
+            residual_ratio=norm / counters.gradient_norm if counters.gradient_norm else 0.0,
+            saturations=self._saturated + sum(int(e.saturated) for e in self._exchanges.values()),
+            memory_bytes=self._memory.nbytes,
+            bypassed={n: c.bypassed for n, c in self._choices_for(spec).items() if c.bypassed is not None},
+        )
+
+    def set(self, spec: SpecLike, *, rules: Iterable[RuleLike] | None = None) -> None:
+        """Use another compressor from the next step on; residuals carry over. All ranks must call it between steps.
+
+        Raises:
+            ConfigError: bad spec. MismatchError: the ranks pass different specs, or are at different steps.
+        """
+        self._between_steps("set()")
+        new_rules = self._rules if rules is None else as_rules(rules)
+        self._spec_text(spec, self._step)  # raises before anything changes
+        self._rules, self._spec = new_rules, spec
+        self._choices.clear()
+        self._check_coverage(self._spec_at(self._step))
+        self.group.agree(f"{self._describe()} at step {self._step}", "handle.set()")
+
+    def disable(self) -> None:
+        """Exchange uncompressed from the next step on. All ranks must call it between steps."""
+        self.set("none")
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, warm starts and step: tensors, strings and plain numbers only.
+
+        Every rank must save its own (residuals differ by rank).
+        """
+        self._between_steps("state_dict()")
+        return {"format": STATE_FORMAT, "step": self._step, **self._memory.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restore a checkpoint. All ranks must call it; each passes the state that it saved.
+
+        In another world size, pass to each rank a list of some of the old ranks' states, so that each old state is
+        passed to exactly one rank (an empty list is fine): the total residual is kept.
+
+        Raises:
+            ConfigError, MismatchError: on every rank, when states are missing, doubled, of different steps, or do not
+                fit the model. Nothing is changed then.
+        """
+        self._between_steps("load_state_dict()")
+        states = [state] if isinstance(state, Mapping) else list(state)
+        problem = self._problem_with(states)
+        brought = [(s.get("world"), s.get("rank"), s.get("step")) for s in states] if problem is None else []
+        everyone = self.group.gather_object((problem, brought), "handle.load_state_dict()")
+        problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said is not None]
+        if problems:
+            raise ConfigError("load_state_dict: " + "; ".join(problems))
+        items = [item for _, brought in everyone for item in brought]
+        if len({(world, step) for world, _, step in items}) != 1:
+            raise MismatchError(f"load_state_dict: states of different (world size, rank, step) were passed: {items}")
+        world, _, step = items[0]
+        if sorted(rank for _, rank, _ in items) != list(range(world)):
+            raise ConfigError(
+                f"load_state_dict: allowed is the state of each of the {world} ranks that saved, once, over all ranks; got "
+                f"those of ranks {sorted(rank for _, rank, _ in items)}. Save handle.state_dict() on every rank"
+            )
+        exact = world == self.group.world and all(
+            len(theirs) == 1 and theirs[0][1] == rank for rank, (_, theirs) in enumerate(everyone)
+        )
+        self._memory.load_state_dicts(states, exact)
+        self._exchanges.clear()
+        self._step = int(step)
+
+    def close(self) -> None:
+        """Stop the worker thread of the ``thread`` schedule."""
+        self._schedule.close()
+
+    def __repr__(self) -> str:
+        return f"<gradcomp {self._spec_at(self._step)}, schedule {self._schedule}, kernels {self._ops.name}, step {self._step}>"
+
+    # ---------------------------------------------------------------- what integrations call
+    @property
+    def step(self) -> int:
+        """Steps exchanged so far."""
+        return self._step
+
+    @property
+    def last_step_finite(self) -> bool:
+        """Whether the last step was finite on all ranks."""
+        return self._last_ok
+
+    def submit(
+        self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
+    ) -> None:
+        """Exchange one bucket: replaces ``buffer`` by the mean and then calls ``done``, at the latest with ``last``.
+
+        Args:
+            key: identifies the bucket's layout; ``slots`` is called when it is new. An empty result: all-reduce as it is.
+            last: no other bucket follows in this step.
+
+        Raises:
+            MismatchError, ExchangeError: the handle cannot be used any more; later calls raise again.
+        """
+        if self._error is not None:
+            raise GradcompError(f"this handle stopped at step {self._step} after an error: {self._error}") from self._error
+        try:
+            if not self._in_step:
+                self._begin_step()
+            if self.group.world == 1:
+                done()
+            else:
+                self._submit(key, slots, buffer, done, last)
+            if last:
+                self._end_step()
+        except BaseException as error:
+            self._error = error
+            self._schedule.abandon()
+            raise
+
+    def _submit(
+        self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
+    ) -> None:
+        key = (key, self._active)
+        exchange = self._exchanges.get(key)
+        if exchange is None:
+            exchange = BucketExchange(slots(), buffer, self._active_choices, self._context)
+            self._exchanges[key] = exchange
+        self._used[key] = exchange
+        values = buffer._values() if buffer.is_sparse else buffer
+        self._counters.last_raw_bytes += (
+            2 * (self.group.world - 1) * values.numel() * values.element_size() // self.group.world
+        )
+        if self._step % _NORM_EVERY == 0 and exchange.compressed:
+            self._norm_squared += float(buffer.float().norm()) ** 2
+        task = Task(exchange.run(buffer, self._step, self._scale), done, exchange.name, self._counters.timings)
+        self._schedule.submit(task, last)
+
+    # ---------------------------------------------------------------- steps
+    def _begin_step(self) -> None:
+        self._in_step = True
+        self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        spec = self._spec_at(self._step)
+        compressor, config = parse_spec(spec)
+        compressing = self._step >= max(self._warmup, compressor.start_step(config))
+        # a change of what is active changes the buckets' keys: they are built anew and residuals move by name
+        self._active = spec if compressing else "none"
+        self._active_choices = self._choices_for(spec) if compressing else None
+        self._counters.last_raw_bytes = 0
+        self._sent_before = self._sent()
+        self._used = {}
+        self._norm_squared = 0.0
+
+    def _end_step(self) -> None:
+        counters = self._counters
+        compressed = any(exchange.compressed for exchange in self._used.values())
+        if self.group.world > 1 and self._active_choices is not None and not compressed:
+            if any(choice.bypassed is None for choice in self._active_choices.values()):
+                raise UnsupportedError(
+                    f"step {self._step}: nothing was compressed although {self._active} was asked for: the trainer's buckets "
+                    "held none of the parameters that should be compressed"
+                )
+        self._last_ok = all(exchange.ok for exchange in self._used.values())
+        if self._last_ok:
+            self._memory.commit()
+            for exchange in self._used.values():
+                exchange.settle()
+        else:
+            self._memory.discard()
+            counters.skipped_steps += 1
+        if self._norm_squared:
+            counters.gradient_norm = self._norm_squared**0.5 / self._scale
+        counters.steps += 1
+        counters.compressed_steps += compressed
+        counters.raw_bytes += counters.last_raw_bytes
+        counters.last_wire_bytes = self._sent() - self._sent_before
+        for key in self._exchanges.keys() - self._used.keys():  # layouts that are gone: release their buffers
+            self._saturated += int(self._exchanges.pop(key).saturated)
+        self._step += 1
+        self._in_step = False
+
+    def _sent(self) -> int:
+        return sum(group.bytes_sent for group in self._schedule.groups)
+
+    def _between_steps(self, what: str) -> None:
+        if self._in_step:
+            raise GradcompError(f"{what} was called in the middle of a step; call it between backward passes")
+
+    # ---------------------------------------------------------------- specs
+    def _spec_text(self, spec: SpecLike, step: int) -> str:
+        return format_spec(spec(step) if callable(spec) else spec)
+
+    def _spec_at(self, step: int) -> str:
+        return self._spec_text(self._spec, step)
+
+    def _choices_for(self, spec: str) -> Mapping[str, Choice]:
+        if spec not in self._choices:
+            self._choices[spec] = choose(self._table.by_name.values(), spec, self._rules)
+        return self._choices[spec]
+
+    def _check_coverage(self, spec: str) -> None:
+        """Refuse to do nothing silently: if nothing would be compressed, the rules or the spec must have said so."""
+        choices = self._choices_for(spec)
+        if spec == "none" or any(choice.bypassed is None or choice.by_rule for choice in choices.values()):
+            return
+        reasons = ", ".join(sorted({choice.bypassed or "" for choice in choices.values()}))
+        raise ConfigError(
+            f"spec={spec!r}: no parameter would be compressed ({reasons}); allowed is a spec that fits the model, 'none', or "
+            "rules that name the parameters, such as rules=[('*', 'int8')]"
+        )
+
+    def _describe(self) -> str:
+        spec = "a function of the step" if callable(self._spec) else self._spec_at(0)
+        table = [(p.name, p.shape, str(p.dtype)) for p in self._table.by_name.values()]
+        rules = [repr(rule) for rule in self._rules]
+        return f"{spec!r}, warm-up {self._warmup}, rules {rules}, model of {len(table)} parameters ({wire.checksum(table):#010x})"
+
+    def _problem_with(self, states: Sequence[Mapping[str, Any]]) -> str | None:
+        for state in states:
+            if state.get("format") != STATE_FORMAT:
+                return f"format={state.get('format')!r}: allowed is {STATE_FORMAT}; is this a gradcomp state_dict?"
+            try:
+                self._memory.check(state)
+            except (ConfigError, KeyError) as error:
+                return str(error)
+        return None
+
+    def _warn_of(self, optimizer: torch.optim.Optimizer) -> None:
+        compressor, _ = parse_spec(self._spec_at(0))
+        names = [base.__name__.lower() for base in type(optimizer).__mro__]
+        adaptive = any(word in name for name in names for word in ("adam", "lamb", "rmsprop", "adagrad"))
+        if compressor.traits.strongly_biased and adaptive:
+            warnings.warn(
+                f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge badly: the compression error "
+                "gets into the second moment (README, compressor table). Use int8, int4 or powersgd, or SGD with momentum.",
+                stacklevel=4,
+            )

@@ -1,0 +1,236 @@
+"""Schedules drive compressor generators: they alone decide when a collective is issued and when it is waited for.
+
+All of them issue the collectives of all buckets in an order that depends only on the order of submission, so it is the
+same on every rank; none issues a collective in a future's callback. With the last bucket of a step every exchange is
+finished when :meth:`Schedule.submit` returns.
+
+===================== ======================================================================================
+``inline``            issue and wait, bucket after bucket: no overlap with backward; right everywhere
+``pipeline:depth=D``  bucket k issues its first collective, then bucket k-D its next one; single remaining
+                      collectives complete in the background. Default on gloo with D = 1
+``thread``            a worker thread with its own process group drives the buckets one after another
+===================== ======================================================================================
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+import torch
+
+from gradcomp.collectives import Collective, Group, Pending
+from gradcomp.errors import ConfigError
+
+Exchange = Generator[Collective, None, None]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of host time: before the first collective, blocked on collectives, and after the first one."""
+
+    encode: float = 0.0
+    exchange: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(slots=True)
+class Task:
+    """One bucket's exchange. ``done`` is called once, when the exchange has finished."""
+
+    exchange: Exchange
+    done: Callable[[], None]
+    name: str
+    timings: Timings
+    request: Collective | None = None
+    pending: Pending | None = None
+    started: bool = False
+    age: int = field(default=0)
+
+    def advance(self, group: Group) -> bool:
+        """Run to the next collective and issue it; returns False when the exchange has ended."""
+        phase = "compress" if not self.started else "decompress"
+        begun = time.perf_counter()
+        with torch.profiler.record_function(f"gradcomp::{self.name}::{phase}"):
+            self.request = next(self.exchange, None)
+        spent = time.perf_counter() - begun
+        if self.started:
+            self.timings.decode += spent
+        else:
+            self.timings.encode += spent
+        self.started = True
+        if self.request is None:
+            self.pending = None
+            self.done()
+            return False
+        self.pending = group.start(self.request)
+        return True
+
+    def wait(self) -> None:
+        """Wait for the collective in flight."""
+        if self.pending is not None:
+            begun = time.perf_counter()
+            with torch.profiler.record_function(f"gradcomp::{self.name}::comm"):
+                self.pending.wait()
+            self.timings.exchange += time.perf_counter() - begun
+            self.pending = None
+
+    def run(self, group: Group) -> None:
+        """Drive to the end, waiting for each collective."""
+        while self.advance(group):
+            self.wait()
+
+    @property
+    def last_collective(self) -> bool:
+        """Whether nothing is issued after the collective in flight."""
+        return self.request is not None and self.request.final
+
+
+class Schedule(ABC):
+    """Drives the exchanges of one handle."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @abstractmethod
+    def submit(self, task: Task, last: bool) -> None:
+        """Take the next bucket; with ``last`` (of the step) all buckets are finished on return."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups whose traffic belongs to this schedule."""
+        return (self.group,)
+
+    def close(self) -> None:
+        """Release threads."""
+
+    def abandon(self) -> None:
+        """Forget what is in flight, after an error."""
+
+
+class Inline(Schedule):
+    """Issue and wait."""
+
+    def __str__(self) -> str:
+        return "inline"
+
+    def submit(self, task: Task, last: bool) -> None:
+        """See :meth:`Schedule.submit`."""
+        task.run(self.group)
+
+
+class Pipeline(Schedule):
+    """Deterministic overlap: each submission lets the buckets that are ``depth`` or more older take one step."""
+
+    def __init__(self, group: Group, depth: int = 1) -> None:
+        super().__init__(group)
+        self.depth = depth
+        self._live: list[Task] = []
+
+    def __str__(self) -> str:
+        return f"pipeline:depth={self.depth}"
+
+    def submit(self, task: Task, last: bool) -> None:
+        """See :meth:`Schedule.submit`."""
+        for older in self._live:
+            older.age += 1
+        if task.advance(self.group):
+            self._live.append(task)
+        self._step([older for older in self._live if older.age >= self.depth])
+        # No collective follows these, so when they are decoded cannot change the order on the wire.
+        self._finish([older for older in self._live if older.last_collective and older.pending and older.pending.done()])
+        while last and self._live:
+            self._step(list(self._live))
+            if all(task.last_collective for task in self._live):
+                self._finish(list(self._live))
+
+    def _step(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            if not task.last_collective:
+                task.wait()
+                if not task.advance(self.group):
+                    self._live.remove(task)
+
+    def _finish(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            task.wait()
+            if task.advance(self.group):
+                raise AssertionError(f"{task.name} issued a collective after one that it called final")
+            self._live.remove(task)
+
+    def abandon(self) -> None:
+        """See :meth:`Schedule.abandon`."""
+        self._live.clear()
+
+
+class Thread(Schedule):
+    """A worker thread takes the buckets in order; its own process group keeps them apart from the main thread's."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._own = group.duplicate()
+        self._queue: queue.SimpleQueue[Task | threading.Event | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._worker = threading.Thread(target=self._work, name="gradcomp", daemon=True)
+        self._worker.start()
+
+    def __str__(self) -> str:
+        return "thread"
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """See :attr:`Schedule.groups`."""
+        return (self.group, self._own)
+
+    def _work(self) -> None:
+        with torch.no_grad():
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                elif self._error is None:
+                    try:
+                        item.run(self._own)
+                    except BaseException as error:  # carried to the thread that calls backward(), with its type
+                        self._error = error
+
+    def submit(self, task: Task, last: bool) -> None:
+        """See :meth:`Schedule.submit`."""
+        self._queue.put(task)
+        if last or self._error is not None:
+            finished = threading.Event()
+            self._queue.put(finished)
+            finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """See :meth:`Schedule.close`."""
+        self._queue.put(None)
+        self._worker.join()
+
+
+def make_schedule(spec: str, group: Group) -> Schedule:
+    """Build a schedule from ``auto``, ``inline``, ``pipeline``, ``pipeline:depth=D`` or ``thread``.
+
+    ``auto`` is pipeline:depth=1 on gloo, and inline elsewhere (on NCCL waiting is stream-ordered, not blocking).
+
+    Raises:
+        ConfigError: another value.
+    """
+    name, _, options = spec.partition(":")
+    if spec == "auto":
+        return Pipeline(group) if group.backend == "gloo" and group.world > 1 else Inline(group)
+    if spec == "inline":
+        return Inline(group)
+    if spec == "thread":
+        return Thread(group)
+    key, _, value = options.partition("=")
+    if name == "pipeline" and not options:
+        return Pipeline(group)
+    if name == "pipeline" and key == "depth" and value.isdigit() and 1 <= int(value) <= 64:
+        return Pipeline(group, int(value))
+    raise ConfigError(f"schedule={spec!r}: allowed are 'auto', 'inline', 'pipeline', 'pipeline:depth=1..64', 'thread'")

@@ -1,0 +1,169 @@
+"""For tests of gradcomp and of third-party compressors: real ranks on gloo, and the contract that every compressor keeps.
+
+:func:`launch` spawns processes over a file rendezvous on the loopback interface; a hang, a crash or an exception of a rank
+is a result, not the end of the test run.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from gradcomp.bucket import Parameter, ParameterTable, Slot
+from gradcomp.engine import BucketExchange, Context
+from gradcomp.kernels.select import get_ops
+from gradcomp.memory import Memory
+from gradcomp.rules import as_rules, choose
+from gradcomp.virtual import VirtualGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a rank: ``value`` if ``ok``, else ``error`` ("Type: message", or how the process ended)."""
+
+    ok: bool
+    value: Any = None
+    error: str = ""
+
+
+def _entry(rank: int, world: int, path: str, fn: Callable[..., Any], args: Any, out: Any, timeout: float) -> None:
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        )
+        out.put((rank, True, fn(rank, world, *args)))
+    except BaseException as error:
+        if os.environ.get("GRADCOMP_TRACEBACK"):
+            traceback.print_exc()
+        out.put((rank, False, f"{type(error).__name__}: {error}"))
+    out.close()
+    out.join_thread()
+    os._exit(0)  # gloo's threads sometimes abort at a normal exit, after all work is done
+
+
+def launch(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90, group_timeout: float = 30
+) -> list[Outcome]:
+    """Run ``fn(rank, world, *args)`` in ``world`` processes with an initialised gloo group; one outcome per rank.
+
+    ``fn`` must be importable (defined at module level). ``group_timeout`` is the process group's, in seconds.
+    """
+    context = mp.get_context("spawn")
+    out = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="gradcomp-") as folder:
+        path = os.path.join(folder, "rendezvous")
+        processes = [
+            context.Process(target=_entry, args=(rank, world, path, fn, args, out, group_timeout), daemon=True)
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < world and time.monotonic() < deadline:
+            try:
+                rank, ok, value = out.get(timeout=0.2)
+                outcomes[rank] = Outcome(True, value) if ok else Outcome(False, error=value)
+            except queue.Empty:
+                if all(process.exitcode is not None for process in processes) and out.empty():
+                    break
+        for process in processes:
+            process.join(timeout=1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    for rank, process in enumerate(processes):
+        outcomes.setdefault(rank, Outcome(False, error=f"no result, exit code {process.exitcode}"))
+    return [outcomes[rank] for rank in range(world)]
+
+
+def run(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90, group_timeout: float = 30) -> list[Any]:
+    """As :func:`launch`, but returns the values and raises ``AssertionError`` if any rank failed."""
+    outcomes = launch(fn, world, *args, timeout=timeout, group_timeout=group_timeout)
+    failed = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if not outcome.ok]
+    if failed:
+        raise AssertionError("; ".join(failed))
+    return [outcome.value for outcome in outcomes]
+
+
+class VirtualBucket:
+    """One bucket on N virtual ranks: the engine without processes, to test compressors and study world sizes.
+
+    ``shapes``: of the parameters in the bucket. After :meth:`step` every rank's result is returned.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        shapes: Sequence[tuple[int, ...]],
+        world: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        rules: Sequence[Any] = (),
+        backend: str = "auto",
+    ) -> None:
+        numels = [int(torch.Size(shape).numel()) for shape in shapes]
+        self.parameters = [
+            Parameter(f"p{i}", numel, shape, dtype) for i, (shape, numel) in enumerate(zip(shapes, numels, strict=True))
+        ]
+        self.table = ParameterTable(self.parameters)
+        self.group = VirtualGroup(world)
+        self.numel = sum(numels)
+        self.dtype = dtype
+        self.ops = get_ops(torch.device("cpu"), backend)
+        self.memories = [Memory(self.table, rank, world) for rank in range(world)]
+        self.choices = choose(self.parameters, spec, as_rules(rules))
+        self.steps = 0
+        self.build(list(range(len(shapes))))
+
+    def build(self, order: Sequence[int]) -> None:
+        """Lay the bucket out anew, with the parameters in this order."""
+        self.slots, offset = [], 0
+        for i in order:
+            p = self.parameters[i]
+            stride = torch.empty(p.shape, device="meta").stride()
+            self.slots.append(Slot(p.name, offset, p.numel, p.shape, tuple(stride)))
+            offset += p.numel
+        buffer = torch.zeros(self.numel, dtype=self.dtype)
+        self.exchanges = [
+            BucketExchange(self.slots, buffer, self.choices, Context(self.table, memory, rank, self.group.world, self.ops))
+            for rank, memory in enumerate(self.memories)
+        ]
+
+    def step(self, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
+        """Exchange one flat gradient per rank; commits residuals if the step was finite."""
+        buffers = [gradient.clone() for gradient in gradients]
+        self.group.run([e.run(b, self.steps, scale) for e, b in zip(self.exchanges, buffers, strict=True)])
+        for exchange, memory in zip(self.exchanges, self.memories, strict=True):
+            if exchange.ok:
+                memory.commit()
+                exchange.settle()
+            else:
+                memory.discard()
+        self.steps += 1
+        return buffers
+
+    def residual(self) -> torch.Tensor:
+        """What error feedback holds back of the mean, fp32 [numel]: mean of worker + sum of server residuals."""
+        total = torch.zeros(self.numel)
+        for memory in self.memories:
+            held = Memory(self.table, memory.rank, memory.world)
+            held.load_state_dicts([memory.state_dict()], exact=False)  # folds the server's part into the worker's
+            for slot in self.slots:
+                values = held.read_worker(slot.name)
+                if values is not None:
+                    total[slot.offset : slot.offset + slot.numel] += values / self.group.world
+        return total
