@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -31,7 +31,7 @@ Exchange = Generator[Collective, None, None]
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds of host time: before the first collective, blocked on collectives, and after the first one."""
+    """Seconds of host time: up to the last collective (encoding and the owners' stage), blocked on collectives, after it."""
 
     encode: float = 0.0
     exchange: float = 0.0
@@ -48,25 +48,20 @@ class Task:
     timings: Timings
     request: Collective | None = None
     pending: Pending | None = None
-    started: bool = False
-    age: int = field(default=0)
+    age: int = 0
 
     def advance(self, group: Group) -> bool:
         """Run to the next collective and issue it; returns False when the exchange has ended."""
-        phase = "compress" if not self.started else "decompress"
+        phase = "decompress" if self.last_collective else "compress"
         begun = time.perf_counter()
         with torch.profiler.record_function(f"gradcomp::{self.name}::{phase}"):
             self.request = next(self.exchange, None)
         spent = time.perf_counter() - begun
-        if self.started:
-            self.timings.decode += spent
-        else:
-            self.timings.encode += spent
-        self.started = True
         if self.request is None:
-            self.pending = None
+            self.timings.decode += spent
             self.done()
             return False
+        self.timings.encode += spent
         self.pending = group.start(self.request)
         return True
 
