@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = {"gradcomp/kernels": "../kernels", "gradcomp/integrations": "../integrations"}
 
 # The public interface. Adding a name is a decision, removing one breaks users: both are made here too.
-ROOT_NAMES: frozenset[str] = frozenset()
+ROOT_NAMES = {
+    *("register", "ddp_hook", "Handle", "Stats", "Rule"),
+    *("Compressor", "register_compressor", "compressor_names", "parse_spec", "format_spec"),
+    *("GradcompError", "ConfigError", "ExchangeError", "MismatchError", "UnsupportedError"),
+}
 MAX_ROOT_NAMES = 15
 
 # What `import gradcomp` must not load: optional, or slow, or both.
@@ -95,10 +99,12 @@ def test_wheel_holds_every_file_of_the_tree(planted_wheel: tuple[Path, Path]) ->
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"gradcomp"}
 
 
-def test_wheel_needs_torch_and_numpy_only(planted_wheel: tuple[Path, Path]) -> None:
+def test_wheel_states_the_version_and_needs_torch_and_numpy_only(planted_wheel: tuple[Path, Path]) -> None:
     archive = zipfile.ZipFile(planted_wheel[1])
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == gradcomp.__version__
+    assert f"\nversion: {gradcomp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     core = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(core) == ["numpy", "torch>=2.6"]
 
