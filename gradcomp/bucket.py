@@ -111,7 +111,12 @@ def cut_blocks(
         in_slot = local[first[i] : first[i] + counts[i]][mine[first[i] : first[i] + counts[i]]]
         spans.append(
             BlockSpan(
-                slot.name, int(first[i]), int(counts[i]), slot.numel, int(in_slot[0]) if in_slot.size else 0, in_slot.size
+                slot.name,
+                int(first[i]),
+                int(counts[i]),
+                slot.numel,
+                int(in_slot[0]) if in_slot.size else 0,
+                in_slot.size,
             )
         )
     blocks = Blocks(

@@ -84,6 +84,7 @@ class BucketExchange:
         self._exact = Runs(exact, buffer.device)
         self._exact_values = torch.zeros(self._exact.numel, device=buffer.device)
         # residuals that the chosen compressors do not read would be lost: send them with the next step
+        self.feeds_back = any(compressor.feeds_back for compressor in self._parts)
         reads = {slot.name for c in self._parts if c.feeds_back for slot in c.part.slots}
         self._leftover = [s for s in slots if s.name not in reads and context.memory.read_worker(s.name) is not None]
 
@@ -103,6 +104,7 @@ class BucketExchange:
             self._exact.gather(flat, self._exact_values)
             self._exact_values.mul_(1.0 / self._context.world)
             yield AllReduce(self._exact_values)
+            self.ok = bool(torch.isfinite(self._exact_values).all())
             self._exact.scatter(self._exact_values, flat)
         for compressor in self._parts:
             part = compressor.part

@@ -132,9 +132,7 @@ class Memory:
     def _fold(self, name: str) -> None:
         server = self._pop("server", name)
         assert server is not None
-        self._add_server_to_worker(
-            name, server.read(), server.buffer.tag, self.rank, self.world, float(self.world)
-        )
+        self._add_server_to_worker(name, server.read(), server.buffer.tag, self.rank, self.world, float(self.world))
 
     # ---------------------------------------------------------------- steps
     def commit(self) -> None:
@@ -243,7 +241,9 @@ class Memory:
         """Raise ConfigError unless ``state`` fits the model."""
         names: Iterable[str] = {*state["worker"], *state["server"], *state["factor"]}
         unknown = sorted(set(names) - set(self.table.by_name))
-        wrong = sorted(n for n, v in state["worker"].items() if n not in unknown and v.numel() != self.table.by_name[n].numel)
+        wrong = sorted(
+            n for n, v in state["worker"].items() if n not in unknown and v.numel() != self.table.by_name[n].numel
+        )
         if unknown or wrong:
             raise ConfigError(
                 f"state_dict does not fit this model: unknown parameters {unknown[:5]}, parameters of another size "

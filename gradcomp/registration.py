@@ -76,7 +76,9 @@ class Handle:
         optimizer: torch.optim.Optimizer | None = None,
         backend: str = "auto",
     ) -> None:
-        require(isinstance(warmup_steps, int) and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number >= 0")
+        require(
+            isinstance(warmup_steps, int) and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number >= 0"
+        )
         require(scaler is None or hasattr(scaler, "get_scale"), "scaler", scaler, "a GradScaler or None")
         self._table = ParameterTable(parameters)
         self._rules = as_rules(rules)
@@ -225,7 +227,9 @@ class Handle:
             MismatchError, ExchangeError: the handle cannot be used any more; later calls raise again.
         """
         if self._error is not None:
-            raise GradcompError(f"this handle stopped at step {self._step} after an error: {self._error}") from self._error
+            raise GradcompError(
+                f"this handle stopped at step {self._step} after an error: {self._error}"
+            ) from self._error
         try:
             if not self._in_step:
                 self._begin_step()
@@ -276,12 +280,12 @@ class Handle:
     def _end_step(self) -> None:
         counters = self._counters
         compressed = any(exchange.compressed for exchange in self._used.values())
-        if self.group.world > 1 and self._active_choices is not None and not compressed:
-            if any(choice.bypassed is None for choice in self._active_choices.values()):
-                raise UnsupportedError(
-                    f"step {self._step}: nothing was compressed although {self._active} was asked for: the trainer's buckets "
-                    "held none of the parameters that should be compressed"
-                )
+        expected = any(choice.bypassed is None for choice in (self._active_choices or {}).values())
+        if self.group.world > 1 and expected and not compressed:
+            raise UnsupportedError(
+                f"step {self._step}: nothing was compressed although {self._active} was asked for: the trainer's buckets held "
+                "none of the parameters that should be compressed"
+            )
         self._last_ok = all(exchange.ok for exchange in self._used.values())
         if self._last_ok:
             self._memory.commit()

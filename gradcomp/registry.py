@@ -73,7 +73,9 @@ def get_compressor(name: str) -> type[Compressor]:
         try:
             found = plugins[name].load()
         except Exception as error:
-            raise ConfigError(f"compressor={name!r}: its plug-in {plugins[name].value} failed to load: {error!r}") from error
+            raise ConfigError(
+                f"compressor={name!r}: its plug-in {plugins[name].value} failed to load: {error!r}"
+            ) from error
         if not (isinstance(found, type) and issubclass(found, Compressor)):
             raise ConfigError(f"compressor={name!r}: {plugins[name].value} is not a gradcomp Compressor class")
     _loaded[name] = found
@@ -91,7 +93,9 @@ def parse_spec(spec: Spec) -> tuple[type[Compressor], Any]:
             compressor = get_compressor(name)
             if type(spec) is compressor.Config:
                 return compressor, spec
-        raise ConfigError(f"spec={spec!r}: allowed is a string such as 'int8:block=128' or a compressor's Config object")
+        raise ConfigError(
+            f"spec={spec!r}: allowed is a string such as 'int8:block=128' or a compressor's Config object"
+        )
     name, _, options = spec.strip().partition(":")
     compressor = get_compressor(name.strip())
     kinds = get_type_hints(compressor.Config)

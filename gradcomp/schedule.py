@@ -137,7 +137,9 @@ class Pipeline(Schedule):
             self._live.append(task)
         self._step([older for older in self._live if older.age >= self.depth])
         # No collective follows these, so when they are decoded cannot change the order on the wire.
-        self._finish([older for older in self._live if older.last_collective and older.pending and older.pending.done()])
+        self._finish(
+            [older for older in self._live if older.last_collective and older.pending and older.pending.done()]
+        )
         while last and self._live:
             self._step(list(self._live))
             if all(task.last_collective for task in self._live):

@@ -11,7 +11,7 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from gradcomp.bucket import Parameter, ParameterTable, Slot
 from gradcomp.engine import BucketExchange, Context
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
+from gradcomp.registry import parse_spec
 from gradcomp.rules import as_rules, choose
 from gradcomp.virtual import VirtualGroup
 
@@ -139,7 +140,9 @@ class VirtualBucket:
             offset += p.numel
         buffer = torch.zeros(self.numel, dtype=self.dtype)
         self.exchanges = [
-            BucketExchange(self.slots, buffer, self.choices, Context(self.table, memory, rank, self.group.world, self.ops))
+            BucketExchange(
+                self.slots, buffer, self.choices, Context(self.table, memory, rank, self.group.world, self.ops)
+            )
             for rank, memory in enumerate(self.memories)
         ]
 
@@ -156,6 +159,16 @@ class VirtualBucket:
         self.steps += 1
         return buffers
 
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Every rank's memory, as a checkpoint would hold it."""
+        return [memory.state_dict() for memory in self.memories]
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore every rank's memory exactly and build the bucket anew."""
+        for memory, state in zip(self.memories, states, strict=True):
+            memory.load_state_dicts([state], exact=True)
+        self.build([int(slot.name[1:]) for slot in self.slots])
+
     def residual(self) -> torch.Tensor:
         """What error feedback holds back of the mean, fp32 [numel]: mean of worker + sum of server residuals."""
         total = torch.zeros(self.numel)
@@ -167,3 +180,83 @@ class VirtualBucket:
                 if values is not None:
                     total[slot.offset : slot.offset + slot.numel] += values / self.group.world
         return total
+
+
+CONTRACT_SHAPES: Sequence[tuple[int, ...]] = ((96, 80), (80,), (64, 3, 3, 3), (2000,), (1,), (96, 80), (0,), (33, 47))
+"""Matrices, a convolution, vectors, one element, none at all, and sizes that no block divides."""
+
+
+def check_compressor(spec: str, backend: str = "auto", worlds: Sequence[int] = (1, 2, 3, 5)) -> None:
+    """The contract of every compressor, on virtual ranks; raises ``AssertionError`` naming what is broken.
+
+    For each world size: all ranks end with the same bits; zeros stay zeros; what was applied plus what is held back is the
+    sum of the true means; inf and NaN reach every rank and change no memory; a loss scale changes nothing; saving and
+    loading changes nothing; the number of bytes is the same in every step if the traits say so.
+    """
+    compressor, _ = parse_spec(spec)
+    for world in worlds:
+        where = f"{spec} on {world} ranks"
+        bucket = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        generator = torch.Generator().manual_seed(world)
+        common = torch.randn(bucket.numel, generator=generator)
+
+        def gradients(
+            common: torch.Tensor = common, g: torch.Generator = generator, n: int = world
+        ) -> list[torch.Tensor]:
+            return [common + torch.randn(common.numel(), generator=g) for _ in range(n)]
+
+        zeros = bucket.step([torch.zeros(bucket.numel)] * world)
+        assert all(torch.equal(result, torch.zeros(bucket.numel)) for result in zeros), f"{where}: zeros are not kept"
+
+        applied, true, sent = torch.zeros(bucket.numel), torch.zeros(bucket.numel), set()
+        for _ in range(4):
+            ours, before = gradients(), bucket.group.bytes_sent
+            results = bucket.step(ours)
+            sent.add(bucket.group.bytes_sent - before)
+            assert all(torch.equal(results[0], result) for result in results), f"{where}: the ranks differ"
+            applied, true = applied + results[0], true + torch.stack(ours).mean(0)
+        if compressor.traits.fixed_size:
+            assert len(sent) == 1, f"{where}: the payload's size changes: {sent}"
+        if any(exchange.feeds_back for exchange in bucket.exchanges):
+            lost = (applied + bucket.residual() - true).abs().max()
+            assert lost < 1e-4, f"{where}: {lost} was lost or invented"
+        else:
+            error = float((applied - true).norm() / true.norm())
+            assert error < 2.0 ** (2 - min(compressor.traits.bits, 8)), f"{where}: relative error {error}"
+
+        _check_nonfinite(bucket, gradients(), where)
+
+        scaled = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        plain = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        for _ in range(2):
+            ours = gradients()
+            up = scaled.step([gradient * 1024 for gradient in ours], scale=1024.0)[0]
+            down = plain.step(ours)[0]
+        assert torch.equal(up, down * 1024), f"{where}: a loss scale changes the result"
+
+        resumed = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        resumed.load_state_dicts(plain.state_dicts())
+        resumed.steps = plain.steps
+        ours = gradients()
+        assert torch.equal(plain.step(ours)[0], resumed.step(ours)[0]), f"{where}: resuming changes the result"
+
+
+def _check_nonfinite(bucket: VirtualBucket, gradients: list[torch.Tensor], where: str) -> None:
+    before = bucket.state_dicts()
+    for value in (float("inf"), float("-inf"), float("nan")):
+        for slot in bucket.slots:
+            if slot.numel:
+                poisoned = [gradient.clone() for gradient in gradients]
+                poisoned[-1][slot.offset + slot.numel - 1] = value
+                results = bucket.step(poisoned)
+                assert not any(bool(r.isfinite().all()) for r in results), f"{where}: {value} in {slot.name} got lost"
+    for old, new in zip(before, bucket.state_dicts(), strict=True):
+        assert _same(old, new), f"{where}: a non-finite step changed the memory"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    return bool(one == other)

@@ -37,7 +37,9 @@ class VirtualGroup:
             kinds = {type(request).__name__ for request in live}
             sizes = {request.wire_bytes(self.world) for request in live}
             if len(live) < self.world or len(kinds) > 1 or len(sizes) > 1:
-                raise MismatchError(f"virtual ranks diverge: {len(live)} of {self.world} ranks issue {kinds} of {sizes} bytes")
+                raise MismatchError(
+                    f"virtual ranks diverge: {len(live)} of {self.world} ranks issue {kinds} of {sizes} bytes"
+                )
             self.bytes_sent += sizes.pop()
             self.calls += 1
             self._perform(live)

@@ -65,7 +65,9 @@ class Header:
 
     def pack(self, finite: bool) -> bytes:
         """The 16 bytes of the header."""
-        return _HEADER.pack(VERSION, _FINITE if finite else 0, self.world, self.spec, self.layout, self.step & 0xFFFFFFFF)
+        return _HEADER.pack(
+            VERSION, _FINITE if finite else 0, self.world, self.spec, self.layout, self.step & 0xFFFFFFFF
+        )
 
     @property
     def fingerprint(self) -> int:
@@ -111,7 +113,9 @@ def _difference(raw: bytes) -> str:
             values = "; ".join(f"ranks {ranks}: {value:#x}" for value, ranks in sorted(groups.items()))
             said.append(f"{field} ({values})")
     return (
-        "the ranks disagree on " + ", ".join(said) + ". All ranks must use the same gradcomp version, spec, rules and model, "
+        "the ranks disagree on "
+        + ", ".join(said)
+        + ". All ranks must use the same gradcomp version, spec, rules and model, "
         "change them at the same step, and load checkpoints of the same step."
     )
 

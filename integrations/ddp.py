@@ -19,7 +19,7 @@ from gradcomp.errors import UnsupportedError
 from gradcomp.registration import Handle, Scaler, SpecLike
 from gradcomp.rules import RuleLike
 
-Hook = Callable[["DDPState", dist.GradBucket], "torch.futures.Future[Tensor]"]
+Hook = Callable[["DDPState", dist.GradBucket], "torch.futures.Future[Tensor]"]  # type: ignore[name-defined]
 
 
 class DDPState:
@@ -65,7 +65,10 @@ class DDPState:
             )
 
 
-def gradcomp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def gradcomp_hook(  # the annotations are what DDP demands
+    state: DDPState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """The communication hook."""
     if isinstance(bucket, tuple):
         raise UnsupportedError(_PYTHON_REDUCER)
@@ -74,15 +77,11 @@ def gradcomp_hook(state: DDPState, bucket: dist.GradBucket) -> torch.futures.Fut
         state.watch_accumulation()
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     key = (bucket.index(), buffer.dtype, buffer.numel(), *map(id, parameters))
-    state.handle.submit(
-        key, lambda: state.slots(parameters, buffer), buffer, lambda: future.set_result(buffer), last
-    )
+    state.handle.submit(key, lambda: state.slots(parameters, buffer), buffer, lambda: future.set_result(buffer), last)
     return future
 
 
-_PYTHON_REDUCER = (
-    "torch._dynamo.config.optimize_ddp='python_reducer' ignores communication hooks; use True (torch's default) or False"
-)
+_PYTHON_REDUCER = "torch._dynamo.config.optimize_ddp='python_reducer' ignores communication hooks; use True (torch's default) or False"
 
 
 def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options: Any) -> Handle:
@@ -102,7 +101,9 @@ def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options
             "Register gradcomp on a module without hook; to change the compressor later call handle.set()"
         )
     if getattr(ddp, "mixed_precision", None) is not None:
-        raise UnsupportedError("DDP(mixed_precision=...) takes the hook's place; use torch.autocast or a bf16 model instead")
+        raise UnsupportedError(
+            "DDP(mixed_precision=...) takes the hook's place; use torch.autocast or a bf16 model instead"
+        )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise UnsupportedError(
             "DDP(skip_all_reduce_unused_params=True) skips buckets per rank, so exchanges would not match; leave it off"

@@ -35,7 +35,9 @@ def test_contract(spec: str, backend: str) -> None:
     check_compressor(spec, backend)
 
 
-@pytest.mark.parametrize("spec", ["onebit:error_feedback=false", "topk:error_feedback=false", "powersgd:error_feedback=false"])
+@pytest.mark.parametrize(
+    "spec", ["onebit:error_feedback=false", "topk:error_feedback=false", "powersgd:error_feedback=false"]
+)
 def test_without_feedback_nothing_is_remembered(spec: str) -> None:
     bucket = VirtualBucket(spec, [(64, 64), (64,)], 2)
     gradient = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(0))

@@ -42,7 +42,9 @@ def test_a_changed_world_size_keeps_the_total(spec: str, worlds: tuple[int, int]
         torch.testing.assert_close(held, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("chain", [("onebit", "onebit:block=64", "topk", "int4", "onebit"), ("powersgd", "onebit", "topk")])
+@pytest.mark.parametrize(
+    "chain", [("onebit", "onebit:block=64", "topk", "int4", "onebit"), ("powersgd", "onebit", "topk")]
+)
 def test_another_compressor_or_block_size_keeps_the_total(chain: tuple[str, ...]) -> None:
     from gradcomp.rules import as_rules, choose
 

@@ -13,7 +13,6 @@ outermost dimension in memory against the rest.
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -41,7 +40,9 @@ class PowerSGDConfig:
 
     def __post_init__(self) -> None:
         """Check ranges."""
-        require(isinstance(self.rank, int) and 1 <= self.rank <= 1024, "rank", self.rank, "a whole number from 1 to 1024")
+        require(
+            isinstance(self.rank, int) and 1 <= self.rank <= 1024, "rank", self.rank, "a whole number from 1 to 1024"
+        )
         require(self.start_step >= 0, "start_step", self.start_step, "a whole number of at least 0")
         require(self.min_rate >= 1, "min_rate", self.min_rate, "a number of at least 1")
         require_flag("error_feedback", self.error_feedback)
@@ -69,7 +70,7 @@ class PowerSGD(Compressor):
     @classmethod
     def bypass(cls, config: PowerSGDConfig, parameter: Parameter) -> str | None:
         """As :meth:`Compressor.bypass`, and matrices that low rank would not shrink enough."""
-        reason = super(PowerSGD, cls).bypass(config, parameter)
+        reason = super().bypass(config, parameter)
         if reason is None and rate(parameter.shape, config.rank) < config.min_rate:
             return f"rank {config.rank} makes it less than {config.min_rate:g} times smaller"
         return reason
@@ -97,12 +98,12 @@ class PowerSGD(Compressor):
         self.q = part.zeros(q_numel + wire.SUM_SLOTS)
 
         self.factor: Buffer | None = None
-        self.initial = part.zeros(q_numel)
+        self.places, self.initial = places, part.zeros(q_numel)
         if config.warm_start:
             missing = [place for place in places if not part.memory.known("factor", place[0])]
             self.factor = part.memory.factor(places, q_numel, part.device, config.rank)
             for name, start, numel in missing:
-                self.factor.current[start : start + numel] = _random(zlib.crc32(name.encode()), numel).to(part.device)
+                self.factor.current[start : start + numel].copy_(_random(name, 0, numel))
         self.worker: Buffer | None = None
         if config.error_feedback:
             self.worker = part.memory.worker(spans, _BLOCK, size, part.device, with_server=False)
@@ -121,8 +122,9 @@ class PowerSGD(Compressor):
         old, work = (None, self.work) if self.worker is None else (self.worker.current, self.worker.next)
         assert work is not None
         if self.factor is None:
-            self.initial.copy_(_random(wire.checksum(part.layout, part.step), self.q_numel))
             start = self.initial
+            for name, at, numel in self.places:
+                start[at : at + numel].copy_(_random(name, part.step, numel))
         else:
             start = self.factor.current
 
@@ -165,9 +167,9 @@ def rate(shape: tuple[int, ...], rank: int) -> float:
     return numel / (r * (rows + cols)) if r else 0.0
 
 
-def _random(seed: int, numel: int) -> torch.Tensor:
-    """Normal numbers that are the same on all ranks."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+def _random(name: str, step: int, numel: int) -> torch.Tensor:
+    """Normal numbers that are the same on all ranks and in all buckets."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(wire.checksum(name, step)))
 
 
 def _table(

@@ -85,7 +85,10 @@ class TopK(Compressor):
         self.mine = part.zeros(self.nbytes, wire.BYTE)
         self.gathered = part.zeros(part.world * self.nbytes, wire.BYTE)
         self.indices, self.selected = part.zeros(self.k, torch.int32), part.zeros(self.k)
-        self.all_indices, self.all_selected = part.zeros(part.world * self.k, torch.int32), part.zeros(part.world * self.k)
+        self.all_indices, self.all_selected = (
+            part.zeros(part.world * self.k, torch.int32),
+            part.zeros(part.world * self.k),
+        )
         self.half = part.zeros(self.k, torch.float16)
 
         self.worker: Buffer | None = None

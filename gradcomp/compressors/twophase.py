@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from gradcomp import wire
 from gradcomp.collectives import AllGather, AllToAll
-from gradcomp.compressors.base import Compressor, Exchange, ExactSection, Part
+from gradcomp.compressors.base import Compressor, ExactSection, Exchange, Part
 from gradcomp.kernels.ops import ShardLayout
 from gradcomp.memory import Buffer
 
