@@ -37,10 +37,10 @@ class Stats:
 
     ``raw_bytes``: what an uncompressed ring all-reduce in the gradients' dtypes would have sent, 2 (N-1)/N times the
     gradients. ``wire_bytes``: what was sent. ``*_per_step``: of the last step. Seconds are host time in all steps:
-    encoding (with the owners' averaging), blocked on collectives, decoding. ``residual_norm``: L2 norm of what error feedback holds
-    back on this rank; ``residual_ratio``: relative to the last sampled local gradient. ``saturations``: finite values
-    that a cast clamped. ``skipped_steps``: steps in which a rank had inf or NaN. ``memory_bytes``: residuals and warm
-    starts. ``bypassed``: uncompressed parameters and why.
+    encoding (with the owners' averaging), blocked on collectives, decoding. ``residual_norm``: L2 norm of what error
+    feedback holds back on this rank; ``residual_ratio``: relative to the last sampled local gradient. ``saturations``:
+    finite values that a cast clamped. ``skipped_steps``: steps in which a rank had inf or NaN. ``memory_bytes``:
+    residuals and warm starts. ``bypassed``: uncompressed parameters and why.
     """
 
     spec: str

@@ -81,7 +81,7 @@ def gradcomp_hook(  # the annotations are what DDP demands
     return future
 
 
-_PYTHON_REDUCER = "torch._dynamo.config.optimize_ddp='python_reducer' ignores communication hooks; use True (torch's default) or False"
+_PYTHON_REDUCER = "torch._dynamo.config.optimize_ddp='python_reducer' ignores hooks' results; use True (the default) or False"
 
 
 def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options: Any) -> Handle:
