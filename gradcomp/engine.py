@@ -24,13 +24,17 @@ from gradcomp.schedule import Exchange
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all buckets of a handle share."""
+    """What all buckets of a handle share.
+
+    ``find_unused``: the trainer drops the gradients of parameters that no rank used, so their residuals must not be sent.
+    """
 
     table: ParameterTable
     memory: Memory
     rank: int
     world: int
     ops: Ops
+    find_unused: bool = False
 
 
 class BucketExchange:
@@ -63,6 +67,7 @@ class BucketExchange:
         as_it_is = not groups or buffer.dtype == torch.float32
         self._flat = None if as_it_is else torch.zeros(buffer.numel(), device=buffer.device)
         flat = buffer if self._flat is None else self._flat
+        self._slots = slots
         self._finite = torch.ones(1, dtype=torch.int32, device=buffer.device)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
@@ -106,6 +111,11 @@ class BucketExchange:
             yield AllReduce(self._exact_values)
             self.ok = bool(torch.isfinite(self._exact_values).all())
             self._exact.scatter(self._exact_values, flat)
+        unused: list[str] = []
+        if self._context.find_unused and self.feeds_back:
+            used = torch.stack([self._is_used(flat, slot) for slot in self._slots])
+            yield AllReduce(used)
+            unused = [slot.name for slot, count in zip(self._slots, used.tolist(), strict=True) if count == 0]
         for compressor in self._parts:
             part = compressor.part
             part.flat, part.step, part.scale = flat, step, scale
@@ -115,10 +125,18 @@ class BucketExchange:
                 yield request
             self.ok = self.ok and part.ok
 
+        for name in unused:
+            self._memory.keep(name)
         if not self.compressed and self._memory.active and not buffer.is_sparse:
             self.ok = bool(torch.isfinite(flat).all())  # another bucket's residuals depend on it
         if self._flat is not None:
             buffer.copy_(self._flat)
+
+    @staticmethod
+    def _is_used(flat: Tensor, slot: Slot) -> Tensor:
+        """1.0 if this rank has a gradient for the parameter (DDP fills in zeros otherwise)."""
+        values = flat[slot.offset : slot.offset + slot.numel]
+        return torch.linalg.vector_norm(values, float("inf")).ne(0).float() if slot.numel else values.new_zeros(())
 
     def settle(self) -> None:
         """The step was committed: what :meth:`run` sent of leftover residuals is gone from memory."""

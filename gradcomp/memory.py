@@ -29,6 +29,7 @@ from gradcomp.bucket import BlockSpan, ParameterTable
 from gradcomp.errors import ConfigError
 
 Kind = Literal["worker", "server", "factor"]
+_KINDS: tuple[Kind, ...] = ("worker", "server", "factor")
 
 
 @dataclass(eq=False, slots=True)
@@ -135,6 +136,13 @@ class Memory:
         self._add_server_to_worker(name, server.read(), server.buffer.tag, self.rank, self.world, float(self.world))
 
     # ---------------------------------------------------------------- steps
+    def keep(self, name: str) -> None:
+        """What this step wrote for a parameter will not be applied: let it keep what it had."""
+        for kind in _KINDS:
+            entry = self._entries.get((kind, name))
+            if entry is not None and entry.buffer.written:
+                entry.buffer.next[entry.start : entry.start + entry.numel].copy_(entry.read())
+
     def commit(self) -> None:
         """The step was finite on all ranks: what it wrote becomes current."""
         self._committed = [buffer for buffer in self._buffers() if buffer.written]

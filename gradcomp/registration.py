@@ -57,6 +57,7 @@ class Handle:
         scaler: the ``GradScaler`` in use, so that residuals are kept unscaled.
         optimizer: the optimizer in use, if known: warns of combinations that converge badly.
         backend: kernels, ``auto``, ``numba``, ``torch`` or ``cuda``; a named one works or raises.
+        find_unused: the trainer drops the gradients of parameters that no rank used.
 
     Raises:
         ConfigError, UnsupportedError, MismatchError: on every rank alike.
@@ -75,6 +76,7 @@ class Handle:
         scaler: Scaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         backend: str = "auto",
+        find_unused: bool = False,
     ) -> None:
         require(
             isinstance(warmup_steps, int) and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number >= 0"
@@ -92,7 +94,7 @@ class Handle:
         self.group.agree(self._describe(), "gradcomp registration")
         self._schedule = make_schedule(schedule, self.group)
         self._memory = Memory(self._table, self.group.rank, self.group.world)
-        self._context = Context(self._table, self._memory, self.group.rank, self.group.world, self._ops)
+        self._context = Context(self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused)
         self._counters = Counters()
         self._step = 0
         self._scale = 1.0

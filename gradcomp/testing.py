@@ -115,6 +115,7 @@ class VirtualBucket:
         dtype: torch.dtype = torch.float32,
         rules: Sequence[Any] = (),
         backend: str = "auto",
+        find_unused: bool = False,
     ) -> None:
         numels = [int(torch.Size(shape).numel()) for shape in shapes]
         self.parameters = [
@@ -127,7 +128,7 @@ class VirtualBucket:
         self.ops = get_ops(torch.device("cpu"), backend)
         self.memories = [Memory(self.table, rank, world) for rank in range(world)]
         self.choices = choose(self.parameters, spec, as_rules(rules))
-        self.steps = 0
+        self.steps, self.find_unused = 0, find_unused
         self.build(list(range(len(shapes))))
 
     def build(self, order: Sequence[int]) -> None:

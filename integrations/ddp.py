@@ -81,7 +81,9 @@ def gradcomp_hook(  # the annotations are what DDP demands
     return future
 
 
-_PYTHON_REDUCER = "torch._dynamo.config.optimize_ddp='python_reducer' ignores hooks' results; use True (the default) or False"
+_PYTHON_REDUCER = (
+    "torch._dynamo.config.optimize_ddp='python_reducer' ignores hooks' results; use True (the default) or False"
+)
 
 
 def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options: Any) -> Handle:
@@ -124,7 +126,7 @@ def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options
         if p.requires_grad
     ]
     device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
-    return Handle(ddp.process_group, parameters, device, spec, **options)
+    return Handle(ddp.process_group, parameters, device, spec, find_unused=ddp.find_unused_parameters, **options)
 
 
 def ddp_hook(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options: Any) -> tuple[DDPState, Hook]:

@@ -194,3 +194,22 @@ def test_switching_to_a_compressor_without_memory_sends_the_residual() -> None:
         true += torch.stack(ours).mean(0)
     torch.testing.assert_close(applied, true, rtol=0, atol=1e-5)
     assert not bucket.residual().any()
+
+
+@pytest.mark.parametrize("spec", ["onebit", "int4", "topk", "powersgd"])
+def test_residuals_of_parameters_that_no_rank_used_are_not_spent(spec: str) -> None:
+    """DDP(find_unused_parameters=True) leaves such gradients alone, so what is sent for them would be lost."""
+    bucket = VirtualBucket(spec, [(64, 64), (64, 64), (4000,)], 2, rules=[("*", spec)], find_unused=True)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        bucket.step([torch.randn(bucket.numel, generator=generator) for _ in range(2)])
+    before, slot = bucket.residual(), bucket.slots[1]
+    here = slice(slot.offset, slot.offset + slot.numel)
+    gradients = [torch.randn(bucket.numel, generator=generator) for _ in range(2)]
+    for gradient in gradients:
+        gradient[here] = 0
+    bucket.step(gradients)
+    assert torch.equal(bucket.residual()[here], before[here])
+    gradients[1][here] = 1.0  # used on one rank: it is reduced, and spent
+    bucket.step(gradients)
+    assert not torch.equal(bucket.residual()[here], before[here])
