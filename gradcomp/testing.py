@@ -140,12 +140,11 @@ class VirtualBucket:
             self.slots.append(Slot(p.name, offset, p.numel, p.shape, tuple(stride)))
             offset += p.numel
         buffer = torch.zeros(self.numel, dtype=self.dtype)
-        self.exchanges = [
-            BucketExchange(
-                self.slots, buffer, self.choices, Context(self.table, memory, rank, self.group.world, self.ops)
-            )
+        contexts = [
+            Context(self.table, memory, rank, self.group.world, self.ops, self.find_unused)
             for rank, memory in enumerate(self.memories)
         ]
+        self.exchanges = [BucketExchange(self.slots, buffer, self.choices, context) for context in contexts]
 
     def step(self, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
         """Exchange one flat gradient per rank; commits residuals if the step was finite."""
