@@ -123,7 +123,6 @@ class VirtualBucket:
         ]
         self.table = ParameterTable(self.parameters)
         self.group = VirtualGroup(world)
-        self.numel = sum(numels)
         self.dtype = dtype
         self.ops = get_ops(torch.device("cpu"), backend)
         self.memories = [Memory(self.table, rank, world) for rank in range(world)]
@@ -132,13 +131,14 @@ class VirtualBucket:
         self.build(list(range(len(shapes))))
 
     def build(self, order: Sequence[int]) -> None:
-        """Lay the bucket out anew, with the parameters in this order."""
+        """Lay the bucket out anew, with these parameters in this order."""
         self.slots, offset = [], 0
         for i in order:
             p = self.parameters[i]
             stride = torch.empty(p.shape, device="meta").stride()
             self.slots.append(Slot(p.name, offset, p.numel, p.shape, tuple(stride)))
             offset += p.numel
+        self.numel = offset
         buffer = torch.zeros(self.numel, dtype=self.dtype)
         contexts = [
             Context(self.table, memory, rank, self.group.world, self.ops, self.find_unused)

@@ -63,6 +63,21 @@ class ShardLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """Parameters in block space for Top-K within each of them; int64 tensors of equal length.
+
+    ``start`` first element in block space, ``numel`` elements, ``k`` how many are selected, ``stride`` of the sample that
+    the threshold comes from (1: exact), ``place`` of the first selected element in the output.
+    """
+
+    start: Tensor
+    numel: Tensor
+    k: Tensor
+    stride: Tensor
+    place: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Matrices:
     """Matrices of a bucket for low-rank ops, equal shapes next to each other.
 
@@ -161,6 +176,14 @@ class Ops(Protocol):
         threshold >= 0. When more than k qualify: all with |v| > threshold come first and ties at the threshold fill up
         by lowest index; if even those exceed k, the k lowest indices among |v| > threshold are taken. ``indices`` int32
         [k] and ``selected`` fp32 [k] are filled; unused places at the end hold index m - 1 and value 0.
+        """
+
+    def topk_select(self, values: Tensor, segments: Segments, indices: Tensor, selected: Tensor) -> None:
+        """Select within each segment of ``values`` (block space), as :meth:`topk_compact` does.
+
+        The threshold is :meth:`topk_threshold` where stride is 1, else :meth:`topk_sample` aimed at max(1, k * 97 // 100).
+        ``indices`` int32 [sum of k], in block space, and ``selected`` fp32 [sum of k] are filled segment after segment;
+        unused places at a segment's end hold its last element's index and value 0.
         """
 
     def topk_decode(self, indices: Tensor, selected: Tensor, blocks: Blocks, flat: Tensor, gain: float) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradcomp.kernels.ops import Blocks, Matrices, ShardLayout
+from gradcomp.kernels.ops import Blocks, Matrices, Segments, ShardLayout
 
 name = "torch"
 
@@ -234,6 +234,16 @@ def topk_compact(values: Tensor, threshold: float, k: int, indices: Tensor, sele
     indices[:count], indices[count:] = chosen.to(torch.int32), values.numel() - 1
     selected[:count], selected[count:] = values[chosen], 0.0
     return count
+
+
+def topk_select(values: Tensor, segments: Segments, indices: Tensor, selected: Tensor) -> None:
+    """See :meth:`gradcomp.kernels.ops.Ops.topk_select`."""
+    columns = (segments.start, segments.numel, segments.k, segments.stride, segments.place)
+    for start, numel, k, stride, place in zip(*(column.tolist() for column in columns), strict=True):
+        part, out = values[start : start + numel], indices[place : place + k]
+        threshold = topk_threshold(part, k) if stride == 1 else topk_sample(part, max(1, k * 97 // 100), stride)
+        topk_compact(part, threshold, k, out, selected[place : place + k])
+        out += start
 
 
 def topk_decode(indices: Tensor, selected: Tensor, blocks: Blocks, flat: Tensor, gain: float) -> None:

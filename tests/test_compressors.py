@@ -65,6 +65,23 @@ def test_the_result_does_not_depend_on_the_order_of_parameters_in_the_bucket(spe
             assert torch.equal(results[0][name], results[1][name]), (step, name)
 
 
+@pytest.mark.parametrize("spec", [s for s in SPECS if s != "none" and "stochastic" not in s])
+def test_the_result_does_not_depend_on_how_parameters_are_packed_into_buckets(spec: str) -> None:
+    """One bucket of three parameters against one bucket each: same bits, over several steps."""
+    shapes = [(300, 50), (96, 31), (200, 300)]
+    together = VirtualBucket(spec, shapes, 2)
+    apart = [VirtualBucket(spec, shapes, 2) for _ in shapes]
+    for bucket, slot in zip(apart, together.slots, strict=True):
+        bucket.build([int(slot.name[1:])])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        ours = [torch.randn(together.numel, generator=generator) for _ in range(2)]
+        result = together.step(ours)[0]
+        for bucket, slot in zip(apart, together.slots, strict=True):
+            here = slice(slot.offset, slot.offset + slot.numel)
+            assert torch.equal(bucket.step([gradient[here] for gradient in ours])[0], result[here]), slot.name
+
+
 @settings(max_examples=25)
 @given(
     spec=st.sampled_from([s for s in SPECS if s != "none"]),

@@ -1,11 +1,12 @@
-"""Top-K with error feedback: the k largest elements of a bucket travel, the rest waits in the residual.
+"""Top-K with error feedback: the k largest elements of each parameter travel, the rest waits in the residual.
 
 ``v = g + e; S = {i: |v_i| among the k largest}; send (i, v_i) for i in S; e <- v, zero where sent``. The payloads of all
 ranks are gathered and added: (N-1) k entries per rank, so the advantage over a dense ring shrinks with N (50x at N = 2,
-12.5x at 8, 1.6x at 64 for 1 % with 8-byte entries).
+12.5x at 8, 1.6x at 64 for 1 % with 8-byte entries). Selection is within each parameter, so that layers with small
+gradients are heard and the result does not depend on how parameters are packed into buckets.
 
-``select=exact`` finds the k-th largest magnitude exactly; ``sampled`` (default) estimates it from a sample aimed at 97 % of
-k and is about twice as fast. Both send exactly k entries (padded with zeros), so the payload has a fixed size.
+``select=exact`` finds the k-th largest magnitude exactly; ``sampled`` (default) estimates it from a sample, aimed at 97 %
+of k, in parameters with enough elements. Both send exactly k entries (padded with zeros): the payload has a fixed size.
 ``index=int16`` (default) sends the low 16 bits of each ascending index and one count per 65536 elements; ``int32`` sends
 whole indices. ``values`` is fp32 or fp16; what fp16 rounds away stays in the residual.
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from gradcomp import wire
 from gradcomp.collectives import AllGather
 from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, require, require_flag
+from gradcomp.kernels.ops import Segments
 from gradcomp.memory import Buffer
 
 _BLOCK = 256
@@ -34,7 +36,7 @@ _TAIL = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopKConfig:
-    """``ratio``: share of the elements sent, or ``k``: how many per bucket (then ratio is ignored)."""
+    """``ratio``: share of each parameter's elements sent, or ``k``: how many per parameter (then ratio is ignored)."""
 
     ratio: float = 0.01
     k: int | None = None
@@ -75,7 +77,12 @@ class TopK(Compressor):
         self.config = config
         self.blocks, spans = part.blocks(_BLOCK)
         self.size = self.blocks.count * _BLOCK  # block space
-        self.k = min(part.numel, config.k or max(1, math.ceil(config.ratio * part.numel)))
+        wanted = [min(slot.numel, config.k or math.ceil(config.ratio * slot.numel)) for slot in part.slots]
+        strides = [1 if config.select == "exact" else max(1, k // _TAIL) for k in wanted]
+        self.k = sum(wanted)
+        columns = ([span.first * _BLOCK for span in spans], [slot.numel for slot in part.slots], wanted, strides)
+        places = [sum(wanted[:i]) for i in range(len(wanted))]
+        self.segments = Segments(*(torch.tensor(column, device=part.device) for column in (*columns, places)))
         self.chunks = -(-self.size // _CHUNK) if config.index == "int16" else 0
 
         self.at_indices = wire.HEADER_BYTES + wire.align(4 * self.chunks)
@@ -103,7 +110,7 @@ class TopK(Compressor):
 
     def reduce(self) -> Exchange:
         """See :meth:`Compressor.reduce`."""
-        part, ops, mine, k = self.part, self.part.ops, self.mine.view(1, -1), self.k
+        part, ops, mine = self.part, self.part.ops, self.mine.view(1, -1)
         if self.worker is None:
             old, values = None, self.work
         else:
@@ -113,7 +120,7 @@ class TopK(Compressor):
         ops.accumulate(part.flat, self.blocks, old, values, 1.0 / part.scale, part.finite)
         finite = part.all_finite()
         if finite:
-            ops.topk_compact(values, self._threshold(values), k, self.indices, self.selected)
+            ops.topk_select(values, self.segments, self.indices, self.selected)
             self._pack(mine)
             values.index_add_(0, self.indices, self.selected, alpha=-1)  # v - v = 0; padding adds 0
         wire.write_header(mine, part.header, finite)
@@ -123,12 +130,6 @@ class TopK(Compressor):
             return
         self._unpack(shards)
         ops.topk_decode(self.all_indices, self.all_selected, self.blocks, part.flat, part.scale / part.world)
-
-    def _threshold(self, values: Tensor) -> float:
-        stride = self.k // _TAIL
-        if self.config.select == "exact" or stride < 2:
-            return self.part.ops.topk_threshold(values, self.k)
-        return self.part.ops.topk_sample(values, max(1, int(0.97 * self.k)), stride | 1)
 
     def _pack(self, mine: Tensor) -> None:
         """Write indices and values behind the header; ``selected`` becomes what the receivers will read."""

@@ -7,7 +7,7 @@ code is kept in ``__pycache__`` (or NUMBA_CACHE_DIR) for later processes.
 from gradcomp.kernels.cpu.blocks import block_decode, block_encode, block_server
 from gradcomp.kernels.cpu.cast import cast_decode, cast_encode, cast_mean
 from gradcomp.kernels.cpu.lowrank import lowrank_backproject, lowrank_decode, lowrank_project
-from gradcomp.kernels.cpu.topk import accumulate, topk_compact, topk_decode, topk_sample, topk_threshold
+from gradcomp.kernels.cpu.topk import accumulate, topk_compact, topk_decode, topk_sample, topk_select, topk_threshold
 
 __all__ = [
     "accumulate",
@@ -24,6 +24,7 @@ __all__ = [
     "topk_compact",
     "topk_decode",
     "topk_sample",
+    "topk_select",
     "topk_threshold",
 ]
 

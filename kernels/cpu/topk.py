@@ -39,7 +39,7 @@ from gradcomp.kernels.cpu.vectors import (
     top,
     trailing_zeros,
 )
-from gradcomp.kernels.ops import Blocks
+from gradcomp.kernels.ops import Blocks, Segments
 
 _INF = U32(0x7F800000)
 _SIZE = U32(0x7FFFFFFF)
@@ -245,6 +245,32 @@ def _compact(values: int, size: int, threshold: F32, k: int, indices: int, selec
 
 
 @kernel
+def _select(
+    values: int,
+    start: Array,
+    numel: Array,
+    wanted: Array,
+    stride: Array,
+    place: Array,
+    indices: int,
+    selected: int,
+    room: int,
+) -> None:
+    for s in range(len(start)):
+        part, size, k, out = values + 4 * start[s], numel[s], wanted[s], indices + 4 * place[s]
+        if stride[s] > 1:
+            first = stride[s] // 2
+            count = (size - first + stride[s] - 1) // stride[s]
+            aim = max(1, k * 97 // 100)
+            threshold = _sampled(part, first, stride[s], count, max(1, round(aim / size * count)), room)
+        else:
+            threshold = _threshold(part, size, k, room)
+        _compact(part, size, threshold, k, out, selected + 4 * place[s])
+        for i in range(k):
+            store_int(out + 4 * i, U32(load_int(out + 4 * i) + U32(start[s])))
+
+
+@kernel
 def _decode(
     indices: int,
     selected: int,
@@ -301,6 +327,23 @@ def topk_compact(values: Tensor, threshold: float, k: int, indices: Tensor, sele
     """See :meth:`gradcomp.kernels.ops.Ops.topk_compact`."""
     size = values.numel()
     return int(_compact(values.data_ptr(), size, F32(threshold), k, indices.data_ptr(), selected.data_ptr()))
+
+
+def topk_select(values: Tensor, segments: Segments, indices: Tensor, selected: Tensor) -> None:
+    """See :meth:`gradcomp.kernels.ops.Ops.topk_select`."""
+    sampled = segments.numel // segments.stride
+    room = scratch(_SAMPLE + 1 + int(sampled[segments.stride > 1].max() if (segments.stride > 1).any() else 0))
+    _select(
+        values.data_ptr(),
+        segments.start.numpy(),
+        segments.numel.numpy(),
+        segments.k.numpy(),
+        segments.stride.numpy(),
+        segments.place.numpy(),
+        indices.data_ptr(),
+        selected.data_ptr(),
+        room.data_ptr(),
+    )
 
 
 def topk_decode(indices: Tensor, selected: Tensor, blocks: Blocks, flat: Tensor, gain: float) -> None:
