@@ -48,7 +48,6 @@ class Traits:
     strongly_biased: bool = False
     bypass: frozenset[str] = frozenset()
     carries_exact: bool = False
-    needs_all: bool = False
 
 
 def require(allowed: bool, field: str, value: object, what: str) -> None:
@@ -94,6 +93,8 @@ class Part:
     scale: float = 1.0
     step: int = 0
     ok: bool = True
+    _runs: Runs | None = None
+    _compact: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -112,6 +113,18 @@ class Part:
     def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer, allocated once per layout."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def gather(self) -> Tensor:
+        """This rank's gradients of the compressed slots, unscaled: fp32 [numel], in slot order, in one buffer of its own."""
+        if self._runs is None or self._compact is None:
+            self._runs, self._compact = Runs(self.slots, self.device), self.zeros(self.numel)
+        self._runs.gather(self.flat, self._compact)
+        return self._compact.mul_(1.0 / self.scale)
+
+    def scatter(self, values: Tensor) -> None:
+        """Write the mean, fp32 [numel] as :meth:`gather` gives it, to the bucket."""
+        assert self._runs is not None
+        self._runs.scatter(values if self.scale == 1.0 else values * self.scale, self.flat)
 
     def begin(self) -> None:
         """Start a step."""

@@ -30,7 +30,6 @@ class NoCompression(Compressor):
         memory=0,
         linear=True,
         biased=False,
-        needs_all=True,
     )
 
     def reduce(self) -> Exchange:
