@@ -10,6 +10,7 @@ import functools
 
 import torch
 
+from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.kernels import reference
 from gradcomp.kernels.ops import Ops
 
@@ -17,10 +18,6 @@ BACKENDS = ("auto", "torch", "numba", "cuda")
 """Names that :func:`get_ops` takes."""
 
 _NO_CUDA = "CUDA kernels are not in this release; use backend='torch', which runs on CUDA tensors"
-
-
-class BackendError(RuntimeError):
-    """A kernel backend that was asked for cannot be used; the message names the way out."""
 
 
 @functools.cache
@@ -41,20 +38,20 @@ def backend_name(device: torch.device, backend: str = "auto") -> str:
 def get_ops(device: torch.device, backend: str = "auto") -> Ops:
     """The kernels for tensors on ``device``. ``auto``: numba for CPU tensors where it imports, else torch."""
     if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is unknown; allowed are {', '.join(BACKENDS)}")
+        raise ConfigError(f"backend={backend!r}: allowed are {', '.join(BACKENDS)}")
     if backend == "torch":
         return reference
     if backend == "cuda":
-        raise BackendError(_NO_CUDA)
+        raise UnsupportedError(_NO_CUDA)
     if device.type != "cpu":
         if backend == "numba":
-            raise BackendError(f"backend 'numba' serves CPU tensors, not {device}; use backend='torch' or 'auto'")
+            raise UnsupportedError(f"backend 'numba' serves CPU tensors, not {device}; use backend='torch' or 'auto'")
         return reference
     ops, reason = _load_numba()
     if ops is not None:
         return ops
     if backend == "numba":
-        raise BackendError(f"backend 'numba' cannot be used: {reason}")
+        raise UnsupportedError(f"backend 'numba' cannot be used: {reason}")
     return reference
 
 
