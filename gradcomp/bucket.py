@@ -95,16 +95,18 @@ def cut_blocks(
     start = offsets[slot_of] + within * size
     length = np.minimum(size, numels[slot_of] - within * size).astype(np.int32)
     firsts = np.array([table.first_block(slot.name, size) for slot in slots], dtype=np.int64)
-    owner = (firsts[slot_of] + within) % world
+    number = firsts[slot_of] + within
+    owner = number % world
 
     shares = np.bincount(owner, minlength=world)
     order = np.argsort(owner, kind="stable")
     local = np.empty(nb, np.int64)
     local[order] = np.arange(nb) - np.repeat(np.concatenate([[0], np.cumsum(shares)[:-1]]), shares)
     per_shard = int(shares.max()) if nb else 0
-    owned = np.zeros(per_shard, np.int32)
+    owned, owned_number = np.zeros(per_shard, np.int32), np.zeros(per_shard, np.int32)
     mine = owner == rank
     owned[local[mine]] = length[mine]
+    owned_number[local[mine]] = number[mine]
 
     spans = []
     for i, slot in enumerate(slots):
@@ -127,6 +129,8 @@ def cut_blocks(
         length=torch.from_numpy(length).to(device),
         position=torch.from_numpy((owner * per_shard + local).astype(np.int32)).to(device),
         owned=torch.from_numpy(owned).to(device),
+        number=torch.from_numpy(number.astype(np.int32)).to(device),
+        owned_number=torch.from_numpy(owned_number).to(device),
     )
     return blocks, tuple(spans)
 

@@ -34,6 +34,8 @@ class Blocks:
     ``start`` int64 [nb]: first element of the block in the flat bucket. ``length`` int32 [nb]: 1..B elements.
     ``position`` int32 [nb]: the block's place in a payload, ``owner * per_shard + index within the owner's shard``.
     ``owned`` int32 [per_shard]: length of the block at each place of *this* rank's shard, 0 for an unused place.
+    ``number`` int32 [nb] and ``owned_number`` int32 [per_shard]: the blocks' numbers in the whole model, which do not
+    depend on the bucket; stochastic rounding counts from them.
     """
 
     size: int
@@ -43,6 +45,8 @@ class Blocks:
     length: Tensor
     position: Tensor
     owned: Tensor
+    number: Tensor
+    owned_number: Tensor
 
     @property
     def count(self) -> int:
@@ -125,7 +129,7 @@ class Ops(Protocol):
           length are 0. 4 bits: the same with 7; element i < B/2 in the low, i + B/2 in the high nibble of byte i, two's
           complement. A block with max|v| < 2**-100 has scale 0 and codes 0. Decoded: code * scale.
         * with ``seed`` (8 and 4 bits): stochastic rounding, code = floor(v * inv + u), clipped to +-127 / +-7, where
-          u = (h >> 8) * 2**-24, h = hash32(seed, counter), counter = position * B + i as uint32;
+          u = (h >> 8) * 2**-24, h = hash32(seed, counter), counter = number * B + i as uint32;
           hash32: x = counter * 0x9E3779B9 + seed; x ^= x>>16; x *= 0x85EBCA6B; x ^= x>>13; x *= 0xC2B2AE35; x ^= x>>16
           (all uint32). The product v * inv and the sum are rounded separately (no fused multiply-add).
 
@@ -148,7 +152,7 @@ class Ops(Protocol):
 
         ``received`` uint8 [W * S] (rank w's encoding of my shard at w * S), ``out`` uint8 [S]. For each place l with
         ``owned[l]`` > 0: v = (0 + decoded_0 + decoded_1 ..., fp32, in rank order) * fp32(1 / W) + residual[l*B + i];
-        encoded as in block_encode (counter = l * B + i). ``residual``, ``residual_out``: fp32 [per_shard * B] or None.
+        encoded as in block_encode (counter = owned_number[l] * B + i). ``residual``, ``residual_out``: fp32 [per_shard * B] or None.
         """
 
     def block_decode(

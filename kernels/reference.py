@@ -77,10 +77,10 @@ def _shards(payload: Tensor, count: int, blocks: Blocks, layout: ShardLayout, bi
 # --- one block format -------------------------------------------------------------------------------------------------
 
 
-def _uniform(seed: int, position: Tensor, size: int) -> Tensor:
+def _uniform(seed: int, number: Tensor, size: int) -> Tensor:
     """u in [0, 1), fp32 [c, B]: the hash of the op list, uint32 arithmetic kept in the low half of int64."""
     low = 0xFFFFFFFF
-    x = position[:, None].long() * size + torch.arange(size, device=position.device)
+    x = number[:, None].long() * size + torch.arange(size, device=number.device)
     x = ((x & low) * 0x9E3779B9 + (seed & low)) & low
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & low
@@ -90,7 +90,7 @@ def _uniform(seed: int, position: Tensor, size: int) -> Tensor:
     return (x >> 8).to(torch.float32) * 2.0**-24
 
 
-def _encode(v: Tensor, length: Tensor, position: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
+def _encode(v: Tensor, length: Tensor, number: Tensor, bits: int, seed: int | None) -> tuple[Tensor, Tensor]:
     """Encode v [c, B] (zero padding): codes uint8 [c, B * bits // 8] and scales fp32 [c]."""
     size = v.shape[1]
     if bits == 1:
@@ -105,7 +105,7 @@ def _encode(v: Tensor, length: Tensor, position: Tensor, bits: int, seed: int | 
     usable = peak >= TINY
     inverse, scale = torch.where(usable, top / peak, 0.0), torch.where(usable, peak / top, 0.0)
     x = v * inverse[:, None]
-    x = torch.round(x) if seed is None else torch.floor(x + _uniform(seed, position, size))
+    x = torch.round(x) if seed is None else torch.floor(x + _uniform(seed, number, size))
     # Padding is +0, so x + u < 1 gives code 0 there as well.
     code = x.clamp(-TOP[bits], TOP[bits]).to(torch.int8).view(torch.uint8)
     if bits == 4:
@@ -146,7 +146,7 @@ def block_encode(
     for part in _parts(blocks.count, blocks.size):
         length, position = blocks.length[part], blocks.position[part].long()
         v = _values(flat, blocks, part, residual, gain, finite)
-        codes, scales = _encode(v, length, position, bits, seed)
+        codes, scales = _encode(v, length, blocks.number[part], bits, seed)
         owner, place = position // blocks.per_shard, position % blocks.per_shard
         all_codes[owner, place] = codes
         all_scales[owner, place] = scales
@@ -180,8 +180,7 @@ def block_server(
             v += residual.view(-1, blocks.size)[part]
         v = torch.where(inside, v, 0.0)
         _check(v, finite)
-        place = torch.arange(part.start, part.stop, device=out.device)
-        codes, scales = _encode(v, owned, place, bits, seed)
+        codes, scales = _encode(v, owned, blocks.owned_number[part], bits, seed)
         # where, not indexing with a mask: that would wait for the device to count it.
         out_codes[part] = torch.where(used[:, None], codes, out_codes[part])
         out_scales[part] = torch.where(used, scales, out_scales[part])

@@ -79,9 +79,8 @@ class TwoPhase(Compressor):
         self.exact.unpack(send)
 
     def _seed(self, phase: int) -> int | None:
-        """Counter-based randomness: the same for the same step, bucket, rank and phase."""
-        part = self.part
-        return wire.checksum(part.step, part.layout, part.rank, phase) if self.stochastic else None
+        """Counter-based randomness: the same for the same step, rank and phase, in whatever bucket a block travels."""
+        return wire.checksum(self.part.step, self.part.rank, phase) if self.stochastic else None
 
 
 def _read_write(buffer: Buffer | None) -> tuple[Any, Any]:

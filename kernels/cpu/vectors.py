@@ -53,14 +53,9 @@ def inline(function: Function) -> Function:
     return numba.njit(forceinline=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
-def reorder(function: Function) -> Function:
-    """Compile a helper whose sums may be reordered and fused, so that LLVM vectorises them; NaN and inf survive."""
-    return numba.njit(fastmath={"reassoc", "contract"}, **_OPTIONS)(function)  # type: ignore[no-any-return]
-
-
 def _converts_halves() -> bool:
-    """Whether the machine code may convert fp16: x86 without F16C (before 2012, or as NUMBA_CPU_FEATURES says) would
-    call a function that not every C library has."""
+    """Whether machine code may convert fp16: on x86 without F16C (before 2012, or as NUMBA_CPU_FEATURES says) it would
+    call a function that not every C library has, and LLVM aborts the process."""
     if platform.machine().lower() not in ("x86_64", "amd64", "i686"):
         return platform.machine().lower() in ("aarch64", "arm64")
     if config.CPU_FEATURES is not None or config.CPU_NAME is not None:
@@ -245,9 +240,10 @@ load_words = _loader(INTS, _VW, lambda b, x: b.zext(x, _VI))
 """16 unsigned 16-bit words."""
 store_words = _storer(INTS, _VW, lambda b, x: b.trunc(x, _VW))
 """The low 16 bits of 16 lanes."""
-load_halves = _loader(FLOATS, _VH, lambda b, x: b.fpext(x, _VF))
+# Where the conversion is missing, kernels still have a branch for it: something that compiles and is never run.
+load_halves = _loader(FLOATS, _VH, lambda b, x: b.fpext(x, _VF)) if HALVES else _loader(FLOATS, _VF)
 """16 fp16; only where HALVES."""
-store_halves = _storer(FLOATS, _VH, lambda b, x: b.fptrunc(x, _VH))
+store_halves = _storer(FLOATS, _VH, lambda b, x: b.fptrunc(x, _VH)) if HALVES else _storer(FLOATS, _VF)
 """16 fp16, rounded half to even; only where HALVES."""
 load_float = _loader(types.float32, _F32)
 store_float = _storer(types.float32, _F32)
