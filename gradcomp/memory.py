@@ -18,7 +18,7 @@ the step. That costs 8 bytes per parameter instead of 4, and one pass less than 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -247,13 +247,27 @@ class Memory:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError unless ``state`` fits the model."""
-        names: Iterable[str] = {*state["worker"], *state["server"], *state["factor"]}
-        unknown = sorted(set(names) - set(self.table.by_name))
-        wrong = sorted(
-            n for n, v in state["worker"].items() if n not in unknown and v.numel() != self.table.by_name[n].numel
-        )
+        try:
+            rank, world = int(state["rank"]), int(state["world"])
+            names = {*state["worker"], *state["server"], *state["factor"]}
+            unknown = sorted(names - set(self.table.by_name))
+            wrong = {n for n, values in state["worker"].items() if values.numel() != self._numel(n)}
+            for name, item in state["server"].items():
+                blocks = self._blocks_of(name, item["tag"], rank, world) if name not in unknown else ()
+                if item["values"].numel() != len(blocks) * item["tag"]:
+                    wrong.add(name)
+            for item in state["factor"].values():
+                item["tag"], item["values"].numel()
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"state_dict is incomplete or damaged ({error!r}); allowed is what handle.state_dict() returned"
+            ) from error
+        wrong -= set(unknown)
         if unknown or wrong:
             raise ConfigError(
                 f"state_dict does not fit this model: unknown parameters {unknown[:5]}, parameters of another size "
-                f"{wrong[:5]}; allowed are the names and sizes of the module that was registered"
+                f"{sorted(wrong)[:5]}; allowed are the names and sizes of the module that was registered"
             )
+
+    def _numel(self, name: str) -> int:
+        return self.table.by_name[name].numel if name in self.table.by_name else 0

@@ -345,11 +345,12 @@ class Handle:
 
     def _problem_with(self, states: Sequence[Mapping[str, Any]]) -> str | None:
         for state in states:
-            if state.get("format") != STATE_FORMAT:
-                return f"format={state.get('format')!r}: allowed is {STATE_FORMAT}; is this a gradcomp state_dict?"
+            said = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+            if said != STATE_FORMAT:
+                return f"format={said!r}: allowed is {STATE_FORMAT}; is this a gradcomp state_dict?"
             try:
                 self._memory.check(state)
-            except (ConfigError, KeyError) as error:
+            except ConfigError as error:
                 return str(error)
         return None
 

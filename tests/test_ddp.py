@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,11 +46,15 @@ def follow(rank: int, world: int, spec: str, schedule: str) -> dict[str, Any]:
     }
 
 
-def cases(specs: list[str]) -> dict[Any, Any]:
-    return {(spec, schedule): (follow, (spec, schedule)) for spec in specs for schedule in SCHEDULES}
+def cases(specs: list[str], schedules: Sequence[str] = SCHEDULES) -> dict[Any, Any]:
+    return {(spec, schedule): (follow, (spec, schedule)) for spec in specs for schedule in schedules}
 
 
-RUNS = {2: Battery(2, cases(workers.all_specs())), 3: Battery(3, cases(PADDING)), 5: Battery(5, cases(PADDING))}
+RUNS = {
+    2: Battery(2, cases(workers.all_specs())),
+    3: Battery(3, cases(PADDING)),
+    5: Battery(5, cases(PADDING, ["pipeline:depth=1", "thread"])),
+}
 KEYS = [(world, *key) for world, run in RUNS.items() for key in run.cases]
 everywhere = pytest.mark.parametrize(("world", "spec", "schedule"), KEYS)
 
@@ -117,7 +122,7 @@ PLAIN = {
     (world, spec, schedule, name): (against_plain, (spec, schedule, options))
     for world in (2, 3)
     for spec in ("none", "fp16")
-    for schedule in SCHEDULES
+    for schedule in (SCHEDULES if world == 2 else ("pipeline:depth=1",))
     for name, options in {"default": {}, "bucket_view": {"gradient_as_bucket_view": True}}.items()
 }
 PLAIN_RUNS = {world: Battery(world, {k: c for k, c in PLAIN.items() if k[0] == world}) for world in (2, 3)}

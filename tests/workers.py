@@ -61,7 +61,11 @@ def battery(rank: int, world: int, cases: Mapping[Any, tuple[Callable[..., Any],
         except Exception as error:
             trace = traceback.extract_tb(error.__traceback__)[-1]
             results[key] = (False, f"{type(error).__name__}: {error} ({trace.filename}:{trace.lineno})")
-        dist.barrier()
+        try:
+            dist.barrier()
+        except RuntimeError as error:  # the ranks have parted: no case after this one can run
+            rest = {key: (False, f"not run, the ranks parted before: {error}") for key in cases if key not in results}
+            return {**results, **rest}
     return results
 
 
