@@ -7,6 +7,7 @@ send buffer): ring all-reduce ``2 (N-1)/N M``, all-to-all ``(N-1)/N M``, all-gat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.errors import ExchangeError, MismatchError
+from gradcomp.errors import ExchangeError, GradcompError, MismatchError
 
 
 @dataclass(slots=True)
@@ -126,15 +127,28 @@ class Group:
             raise _exchange_error(f"rank {self.rank} of {self.world}: {purpose}", error) from error
         return values
 
-    def agree(self, value: str, purpose: str) -> None:
-        """Check that all ranks pass the same text. Collective.
+    def agree(self, describe: Callable[[], str], purpose: str) -> None:
+        """Check that ``describe`` returns the same text on all ranks. Collective.
+
+        If it raises a GradcompError on some ranks, those raise it and the others a MismatchError: nobody waits for a rank
+        that has already given up.
 
         Raises:
-            MismatchError: they do not; the same message on every rank.
+            MismatchError: the texts differ; the same message on every rank.
         """
-        values = self.gather_object(value, purpose)
-        if len(set(values)) > 1:
-            said = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(values))
+        value, error = "", None
+        try:
+            value = describe()
+        except GradcompError as raised:
+            error = raised
+        everyone = self.gather_object((value, None if error is None else str(error)), purpose)
+        if error is not None:
+            raise error
+        refused = [f"rank {rank}: {said}" for rank, (_, said) in enumerate(everyone) if said is not None]
+        if refused:
+            raise MismatchError(f"{purpose}: refused on other ranks: " + "; ".join(refused))
+        if len({text for text, _ in everyone}) > 1:
+            said = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone))
             raise MismatchError(f"{purpose}: all ranks must pass the same arguments, but got {said}")
 
     def duplicate(self) -> Group:

@@ -25,7 +25,7 @@ from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
 from gradcomp.registry import Spec, format_spec, parse_spec
 from gradcomp.rules import Choice, RuleLike, as_rules, choose
-from gradcomp.schedule import Task, make_schedule
+from gradcomp.schedule import Task, make_schedule, parse_schedule
 from gradcomp.stats import Counters, Stats
 
 SpecLike: TypeAlias = "Spec | Callable[[int], Spec]"
@@ -78,20 +78,24 @@ class Handle:
         backend: str = "auto",
         find_unused: bool = False,
     ) -> None:
-        require(
-            isinstance(warmup_steps, int) and warmup_steps >= 0, "warmup_steps", warmup_steps, "a whole number >= 0"
-        )
-        require(scaler is None or hasattr(scaler, "get_scale"), "scaler", scaler, "a GradScaler or None")
-        self._table = ParameterTable(parameters)
-        self._rules = as_rules(rules)
+        self.group = Group(process_group)
         self._spec: SpecLike = spec
         self._warmup = warmup_steps
         self._scaler = scaler
-        self._ops = get_ops(device, backend)
-        self.group = Group(process_group)
         self._choices: dict[str, Mapping[str, Choice]] = {}
-        self._check_coverage(self._spec_at(0))
-        self.group.agree(self._describe(), "gradcomp registration")
+
+        def check() -> str:
+            whole = isinstance(warmup_steps, int) and warmup_steps >= 0
+            require(whole, "warmup_steps", warmup_steps, "a whole number of at least 0")
+            require(scaler is None or hasattr(scaler, "get_scale"), "scaler", scaler, "a GradScaler or None")
+            parse_schedule(schedule)
+            self._table = ParameterTable(parameters)
+            self._rules = as_rules(rules)
+            self._ops = get_ops(device, backend)
+            self._check_coverage(self._spec_at(0))
+            return f"{self._describe()}, schedule {schedule!r}, {'a' if scaler is not None else 'no'} scaler"
+
+        self.group.agree(check, "gradcomp registration")
         self._schedule = make_schedule(schedule, self.group)
         self._memory = Memory(self._table, self.group.rank, self.group.world)
         self._context = Context(self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused)
@@ -145,12 +149,21 @@ class Handle:
             ConfigError: bad spec. MismatchError: the ranks pass different specs, or are at different steps.
         """
         self._between_steps("set()")
-        new_rules = self._rules if rules is None else as_rules(rules)
-        self._spec_text(spec, self._step)  # raises before anything changes
-        self._rules, self._spec = new_rules, spec
-        self._choices.clear()
-        self._check_coverage(self._spec_at(self._step))
-        self.group.agree(f"{self._describe()} at step {self._step}", "handle.set()")
+        before = self._spec, self._rules
+
+        def change() -> str:
+            self._spec_text(spec, self._step)
+            self._spec, self._rules = spec, self._rules if rules is None else as_rules(rules)
+            self._choices.clear()
+            self._check_coverage(self._spec_at(self._step))
+            return f"{self._describe()} at step {self._step}"
+
+        try:
+            self.group.agree(change, "handle.set()")
+        except GradcompError:
+            self._spec, self._rules = before
+            self._choices.clear()
+            raise
 
     def disable(self) -> None:
         """Exchange uncompressed from the next step on. All ranks must call it between steps."""

@@ -210,24 +210,29 @@ class Thread(Schedule):
         self._worker.join()
 
 
-def make_schedule(spec: str, group: Group) -> Schedule:
-    """Build a schedule from ``auto``, ``inline``, ``pipeline``, ``pipeline:depth=D`` or ``thread``.
-
-    ``auto`` is pipeline:depth=1 on gloo, and inline elsewhere (on NCCL waiting is stream-ordered, not blocking).
+def parse_schedule(spec: str) -> tuple[str, int]:
+    """``auto``, ``inline``, ``thread``, ``pipeline`` or ``pipeline:depth=D`` as (name, depth).
 
     Raises:
         ConfigError: another value.
     """
-    name, _, options = spec.partition(":")
-    if spec == "auto":
-        return Pipeline(group) if group.backend == "gloo" and group.world > 1 else Inline(group)
-    if spec == "inline":
-        return Inline(group)
-    if spec == "thread":
-        return Thread(group)
-    key, _, value = options.partition("=")
-    if name == "pipeline" and not options:
-        return Pipeline(group)
+    name, _, option = spec.partition(":")
+    key, _, value = option.partition("=")
+    if spec in ("auto", "inline", "thread", "pipeline"):
+        return spec, 1
     if name == "pipeline" and key == "depth" and value.isdigit() and 1 <= int(value) <= 64:
-        return Pipeline(group, int(value))
+        return name, int(value)
     raise ConfigError(f"schedule={spec!r}: allowed are 'auto', 'inline', 'pipeline', 'pipeline:depth=1..64', 'thread'")
+
+
+def make_schedule(spec: str, group: Group) -> Schedule:
+    """Build a schedule. Collective for ``thread``.
+
+    ``auto`` is pipeline:depth=1 on gloo, and inline elsewhere (on NCCL waiting is stream-ordered, not blocking).
+    """
+    name, depth = parse_schedule(spec)
+    if name == "auto":
+        name = "pipeline" if group.backend == "gloo" and group.world > 1 else "inline"
+    if name == "inline":
+        return Inline(group)
+    return Thread(group) if name == "thread" else Pipeline(group, depth)
