@@ -152,7 +152,8 @@ class Ops(Protocol):
 
         ``received`` uint8 [W * S] (rank w's encoding of my shard at w * S), ``out`` uint8 [S]. For each place l with
         ``owned[l]`` > 0: v = (0 + decoded_0 + decoded_1 ..., fp32, in rank order) * fp32(1 / W) + residual[l*B + i];
-        encoded as in block_encode (counter = owned_number[l] * B + i). ``residual``, ``residual_out``: fp32 [per_shard * B] or None.
+        encoded as in block_encode (counter = owned_number[l] * B + i). ``residual``, ``residual_out``: fp32
+        [per_shard * B] or None.
         """
 
     def block_decode(
