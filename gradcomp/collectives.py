@@ -161,10 +161,12 @@ class Group:
         return "cuda" if self.backend == "nccl" else "cpu"
 
 
-# torch 2.13 renamed all_gather_into_tensor and warns about the old name; older releases have only that.
-_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+def _find_all_gather(module: Any) -> Callable[..., Any]:
+    """torch 2.13 renamed all_gather_into_tensor and warns about the old name; older releases have only that."""
+    found: Callable[..., Any] = getattr(module, "all_gather_single", None) or module.all_gather_into_tensor
+    return found
 
 
 def _all_gather(recv: Tensor, send: Tensor, process_group: dist.ProcessGroup) -> dist.Work | None:
-    work: dist.Work | None = _gather_into(recv, send, group=process_group, async_op=True)
+    work: dist.Work | None = _find_all_gather(dist)(recv, send, group=process_group, async_op=True)
     return work
