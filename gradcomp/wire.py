@@ -11,7 +11,8 @@ offset bytes   field
 4      4       CRC-32 of the canonical compressor spec
 8      4       CRC-32 of the layout: names, offsets and sizes of the parameters in the bucket, block size, world size
 12     4       step counter, modulo 2**32
-16     any     body, laid out by the compressor; sections start at multiples of 16
+16     48      zero
+64     any     body, laid out by the compressor; sections start at multiples of 64, a cache line
 ====== ======= ===============================================================================================
 
 Ranks compare all fields but the flags; a difference raises the same :class:`~gradcomp.errors.MismatchError` on every rank,
@@ -36,11 +37,12 @@ from gradcomp.errors import MismatchError
 
 VERSION = 1
 HEADER_BYTES = 16
+BODY = 64
 _HEADER = struct.Struct("<BBHIII")
 _FINITE = 1
 _DIGITS = 5
 SUM_SLOTS = 1 + 2 * _DIGITS
-ALIGNMENT = 16
+ALIGNMENT = 64
 BYTE = torch.uint8
 
 

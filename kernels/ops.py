@@ -206,7 +206,7 @@ class Ops(Protocol):
         """
 
     def cast_mean(self, received: Tensor, out: Tensor) -> None:
-        """out (fp16 or bf16, [m]) = mean over W of ``received`` [W * m], summed in fp32 in rank order, times fp32(1/W),
+        """out (fp16 or bf16, [m]) = mean over W of ``received`` [W, m], summed in fp32 in rank order, times fp32(1/W),
         then saturated as in :meth:`cast_encode` (not counted)."""
 
     def cast_decode(self, values: Tensor, flat: Tensor, gain: float) -> None:

@@ -276,11 +276,11 @@ def cast_encode(flat: Tensor, out: Tensor, gain: float, finite: Tensor, saturate
 
 def cast_mean(received: Tensor, out: Tensor) -> None:
     """See :meth:`gradcomp.kernels.ops.Ops.cast_mean`."""
-    world = received.numel() // max(1, out.numel())
+    world = received.shape[0]
     for part in _parts(out.numel(), 1):
         total = torch.zeros_like(out[part], dtype=torch.float32)
         for rank in range(world):
-            total += received.view(world, -1)[rank, part].to(torch.float32)
+            total += received[rank, part].to(torch.float32)
         out[part] = _saturate(total * (1.0 / world), out.dtype)
 
 

@@ -37,10 +37,10 @@ def test_golden_onebit_payload() -> None:
     exchange = bucket.exchanges[0].run(torch.tensor([1.0, -3.0] * 32), 5, 1.0)
     request = after_handshake(exchange)
     shards = request.send.view(2, -1)
-    assert shards.shape == (2, 48)
-    body = "55555555" + "00" * 12 + "00000040" + "00" * 12  # sign bits +-+-..., mean |v| = 2.0
-    assert shards[0, 16:].numpy().tobytes().hex() == body
-    assert shards[1, 16:].numpy().tobytes().hex() == body
+    assert shards.shape == (2, 192)
+    body = "55555555" + "00" * 60 + "00000040" + "00" * 60  # sign bits +-+-..., mean |v| = 2.0
+    assert shards[0, 64:].numpy().tobytes().hex() == body
+    assert shards[1, 64:].numpy().tobytes().hex() == body
     assert shards[0, :4].tolist() == [1, 1, 2, 0]
     assert shards[0, 12:16].tolist() == [5, 0, 0, 0]
 
@@ -51,10 +51,9 @@ def test_golden_int8_and_int4_payload() -> None:
     for spec, codes in (("int8:block=32", "7f8101c0"), ("int4:block=32", "07090 00c".replace(" ", ""))):
         bucket = VirtualBucket(spec, [(4, 8)], 1, rules=[("*", spec)])
         exchange = bucket.exchanges[0].run(values.clone(), 0, 1.0)
-        body = after_handshake(exchange).send[16:].numpy().tobytes()
+        body = after_handshake(exchange).send[64:].numpy().tobytes()
         assert body[:4].hex() == codes
-        width = 32 if "int8" in spec else 16
-        scale = torch.frombuffer(bytearray(body[width : width + 4]), dtype=torch.float32)
+        scale = torch.frombuffer(bytearray(body[64:68]), dtype=torch.float32)
         assert scale == torch.tensor(127.0) / (127 if "int8" in spec else 7)
 
 

@@ -202,7 +202,7 @@ class ExactSection:
         return wire.align(4 * self.per_shard)
 
     def _view(self, shards: Tensor) -> Tensor:
-        section = shards[:, wire.HEADER_BYTES : wire.HEADER_BYTES + 4 * self.per_shard]
+        section = shards[:, wire.BODY : wire.BODY + 4 * self.per_shard]
         return section.view(torch.float32)
 
     def pack(self, shards: Tensor) -> None:

@@ -58,17 +58,15 @@ class Cast(Compressor):
         if self.in_wire_type:
             self.half = part.zeros(n, self.dtype)
             return
-        self.share = -(-n // part.world)
-        size = wire.HEADER_BYTES + wire.align(2 * self.share)
-        self.size = size
+        # a multiple of the alignment, so that every rank's share of the bucket is aligned as the bucket is
+        self.share = wire.align(-(-n // part.world))
+        self.size = size = wire.BODY + 2 * self.share
         self.send, self.recv = (part.zeros(part.world * size, wire.BYTE) for _ in range(2))
         self.mine = part.zeros(size, wire.BYTE)
-        self.contiguous = part.zeros(self.share * part.world, self.dtype)
 
     def _halves(self, shards: torch.Tensor) -> torch.Tensor:
         """The elements of ``shards`` uint8 [rows, S] in the half type, [rows, share]."""
-        body = shards[:, wire.HEADER_BYTES : wire.HEADER_BYTES + 2 * self.share]
-        return body.view(self.dtype)
+        return shards[:, wire.BODY :].view(self.dtype)
 
     def reduce(self) -> Exchange:
         """See :meth:`Compressor.reduce`."""
@@ -97,8 +95,7 @@ class Cast(Compressor):
             wire.write_header(send, part.header, part.all_finite())
             yield AllToAll(self.send, self.recv)
             part.ok = wire.check_headers(recv, part.header)
-            self.contiguous.view(part.world, -1).copy_(incoming)
-            ops.cast_mean(self.contiguous, self._halves(mine).view(-1))
+            ops.cast_mean(incoming, self._halves(mine)[0])
             wire.write_header(mine, part.header, part.ok)
             yield AllGather(self.mine, self.send, final=True)
             part.ok = wire.check_headers(send, part.header)

@@ -85,7 +85,7 @@ class TopK(Compressor):
         self.segments = Segments(*(torch.tensor(column, device=part.device) for column in (*columns, places)))
         self.chunks = -(-self.size // _CHUNK) if config.index == "int16" else 0
 
-        self.at_indices = wire.HEADER_BYTES + wire.align(4 * self.chunks)
+        self.at_indices = wire.BODY + wire.align(4 * self.chunks)
         self.at_values = self.at_indices + wire.align((2 if self.chunks else 4) * self.k)
         value_bytes = 2 if config.values == "fp16" else 4
         self.nbytes = self.at_values + wire.align(value_bytes * self.k)
@@ -135,7 +135,7 @@ class TopK(Compressor):
         """Write indices and values behind the header; ``selected`` becomes what the receivers will read."""
         if self.chunks:
             counts = torch.bincount(self.indices >> 16, minlength=self.chunks).to(torch.int32)
-            self._section(mine, wire.HEADER_BYTES, torch.int32, self.chunks).copy_(counts)
+            self._section(mine, wire.BODY, torch.int32, self.chunks).copy_(counts)
             self._section(mine, self.at_indices, torch.int16, self.k).copy_(self.indices)  # keeps the low 16 bits
         else:
             self._section(mine, self.at_indices, torch.int32, self.k).copy_(self.indices)
@@ -151,7 +151,7 @@ class TopK(Compressor):
         world, k = self.part.world, self.k
         indices = self.all_indices.view(world, k)
         if self.chunks:
-            counts = self._section(shards, wire.HEADER_BYTES, torch.int32, self.chunks).reshape(-1)
+            counts = self._section(shards, wire.BODY, torch.int32, self.chunks).reshape(-1)
             chunk = torch.arange(self.chunks, device=shards.device, dtype=torch.int32).repeat(world)
             high = chunk.repeat_interleave(counts, output_size=world * k).view(world, k)
             low = self._section(shards, self.at_indices, torch.int16, k).to(torch.int32)

@@ -31,7 +31,7 @@ class TwoPhase(Compressor):
         super().__init__(config, part)
         self.blocks, spans = part.blocks(config.block)
         self.exact = ExactSection(part)
-        codes = wire.HEADER_BYTES + self.exact.nbytes
+        codes = wire.BODY + self.exact.nbytes
         scales = codes + wire.align(self.blocks.per_shard * config.block * self.code_bits // 8)
         self.layout = ShardLayout(scales + wire.align(4 * self.blocks.per_shard), codes, scales)
         size = self.layout.nbytes

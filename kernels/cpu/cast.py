@@ -114,13 +114,13 @@ def _encode(flat: int, size: int, out: int, half: bool, gain: F32, room: int) ->
 
 
 @kernel
-def _mean(received: int, world: int, size: int, out: int, half: bool, room: int) -> None:
+def _mean(received: int, world: int, stride: int, size: int, out: int, half: bool, room: int) -> None:
     values, spare = room, room + 4 * _CHUNK
     share = floats(F32(1.0 / world))
     for c in range(0, size, _CHUNK):
         count = min(_CHUNK, size - c)
         for w in range(world):
-            source = received + 2 * (w * size + c)
+            source = received + 2 * (w * stride + c)
             if count < _CHUNK:
                 for j in range(count):
                     store_word(spare + 2 * j, load_word(source + 2 * j))
@@ -169,9 +169,9 @@ def cast_mean(received: Tensor, out: Tensor) -> None:
     """See :meth:`gradcomp.kernels.ops.Ops.cast_mean`."""
     if not _served(out.dtype):
         return reference.cast_mean(received, out)
-    size, half, room = out.numel(), out.dtype == torch.float16, scratch(2 * _CHUNK)
+    (world, size), half, room = received.shape, out.dtype == torch.float16, scratch(2 * _CHUNK)
     if size:
-        _mean(received.data_ptr(), received.numel() // size, size, out.data_ptr(), half, room.data_ptr())
+        _mean(received.data_ptr(), world, received.stride(0), size, out.data_ptr(), half, room.data_ptr())
 
 
 def cast_decode(values: Tensor, flat: Tensor, gain: float) -> None:
