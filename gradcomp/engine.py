@@ -127,8 +127,8 @@ class BucketExchange:
 
         for name in unused:
             self._memory.keep(name)
-        if not self.compressed and self._memory.active and not buffer.is_sparse:
-            self.ok = bool(torch.isfinite(flat).all())  # another bucket's residuals depend on it
+        if not self.compressed:
+            self.ok = _is_finite(flat)  # other buckets' residuals, and whether the trainer skips the step, depend on it
         if self._flat is not None:
             buffer.copy_(self._flat)
 
@@ -153,3 +153,12 @@ class BucketExchange:
         wire.write_header(mine, header, True)
         yield AllGather(mine.view(-1), everyone)
         wire.check_headers(everyone.view(world, -1), header)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    values = tensor._values() if tensor.is_sparse else tensor
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if not values.is_floating_point():
+        return True
+    total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))  # finite only if every term is
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
