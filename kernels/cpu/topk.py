@@ -31,6 +31,7 @@ from gradcomp.kernels.cpu.vectors import (
     load_int,
     magnitude_bits,
     mask_at_least,
+    prefetch,
     put,
     scaled_sum,
     scratch,
@@ -44,6 +45,8 @@ from gradcomp.kernels.ops import Blocks, Segments
 _INF = U32(0x7F800000)
 _SIZE = U32(0x7FFFFFFF)
 _BINS = 2048
+_AHEAD = 64
+"""Elements of a sparse payload whose cache lines are fetched at once."""
 _SAMPLE = 1 << 14
 """Elements that bound the search from below."""
 
@@ -284,15 +287,22 @@ def _decode(
 ) -> None:
     for c in range(len(start)):
         clear(flat + 4 * start[c], int(length[c]), bypass)
-    places = len(start) * size
-    for i in range(count):
-        index = np.int64(load_int(indices + 4 * i))
-        if index < places:  # as unsigned, so that a negative index of a broken payload is not followed either
-            block = index // size
-            place = index - block * size
-            if place < length[block]:
-                at = flat + 4 * (start[block] + place)
-                store_float(at, F32(load_float(at) + F32(load_float(selected + 4 * i) * gain)))
+    places, targets = len(start) * size, np.empty(_AHEAD, np.int64)
+    for first in range(0, count, _AHEAD):
+        # Each element lies on a cache line of its own: ask for many lines before the first is needed.
+        last = min(_AHEAD, count - first)
+        for i in range(last):
+            index, targets[i] = np.int64(load_int(indices + 4 * (first + i))), 0
+            if index < places:  # as unsigned, so that a negative index of a broken payload is not followed either
+                block = index // size
+                place = index - block * size
+                if place < length[block]:
+                    targets[i] = flat + 4 * (start[block] + place)
+                    prefetch(targets[i])
+        for i in range(last):
+            if targets[i] != 0:
+                value = F32(load_float(selected + 4 * (first + i)) * gain)
+                store_float(targets[i], F32(load_float(targets[i]) + value))
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------

@@ -255,6 +255,18 @@ load_byte = _loader(types.uint8, _I8)
 store_byte = _storer(types.uint8, _I8)
 
 
+def _fetch(b: Any, at: Any) -> None:
+    pointer, word = _I8.as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+    write_keep_data = [ir.Constant(word, x) for x in (1, 3, 1)]
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    b.call(function, [b.inttoptr(at, pointer), *write_keep_data])
+
+
+prefetch = _define(types.void, (types.intp,), _fetch)
+"""Start to fetch the cache line at an address, to be written soon; any address is allowed."""
+
+
 def _at_least(b: Any, at: Any, bound: Any) -> Any:
     wide = ir.VectorType(_I32, 64)
     bits = b.and_(b.load(b.inttoptr(at, wide.as_pointer()), align=1), ir.Constant(wide, [0x7FFFFFFF] * 64))
