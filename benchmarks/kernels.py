@@ -95,7 +95,9 @@ def cut(n: int, size: int) -> Blocks:
     position = number % WORLD * (count // WORLD) + number // WORLD
     shard = slice(0, count, WORLD)
     start = number.long() * size
-    return Blocks(size, WORLD, count // WORLD, start, length, position, length[shard], number, number[shard])
+    return Blocks(
+        size, WORLD, count // WORLD, start, length, position, length[shard].clone(), number, number[shard].clone()
+    )
 
 
 def lay_out(blocks: Blocks, bits: int) -> ShardLayout:

@@ -16,6 +16,7 @@ from gradcomp.kernels.cpu.vectors import (
     Array,
     clear,
     copy,
+    fence,
     floats,
     kernel,
     load_float,
@@ -80,6 +81,7 @@ def _encode(
             code, counter = next_code, number[c] * size
             if residual_out != 0:
                 left = residual_out + 4 * c * size
+    fence()
     return finite
 
 
@@ -152,6 +154,7 @@ def _server(
             if residual_out != 0:
                 left = residual_out + 4 * c * size
         done += 1
+    fence()
     return finite
 
 
@@ -182,6 +185,7 @@ def _decode(
             for j in range(0, n, LANES):
                 store(stage + 4 * j, decoded(code, j, bits, half, s) * g)
             copy(target, stage, n, bypass)
+    fence()
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from gradcomp.kernels.cpu.vectors import (
     as_ints,
     clear,
     copy,
+    fence,
     float_bits,
     floats,
     inline,
@@ -141,6 +142,7 @@ def _decode(values: int, size: int, flat: int, half: bool, gain: F32, bypass: bo
     g, whole = floats(gain), size // LANES * LANES
     for j in range(0, whole, LANES):
         put(flat + 4 * j, _widen(values + 2 * j, half) * g, bypass)
+    fence()
     if whole < size:
         for j in range(size - whole):
             store_word(room + 2 * j, load_word(values + 2 * (whole + j)))

@@ -17,6 +17,7 @@ from gradcomp.kernels.cpu.vectors import (
     Array,
     Vector,
     clear,
+    fence,
     floats,
     fused,
     inline,
@@ -117,6 +118,7 @@ def _project(
                     at + row0, at + row1, old0, old1, made + row0, made + row1, gain, n, right, r, k, p0, p1, bypass
                 )
         clear(made + 4 * m * n, -(m * n) % size, False)
+    fence()
 
 
 @inline
@@ -235,6 +237,7 @@ def _decode(work: int, table: Array, p: int, q: int, flat: int, gain: F32, resid
                 _element(p0, right, n, r, j, gain, residual, o0, w0)
                 if second > i:
                     _element(p1, right, n, r, j, gain, residual, o1, w1)
+    fence()
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from gradcomp.kernels.cpu.vectors import (
     clear,
     copy,
     count_bits,
+    fence,
     float_bits,
     floats,
     inline,
@@ -68,6 +69,7 @@ def _accumulate(
             v = scaled_sum(source, r, g, j)
             peaks = largest(peaks, magnitude_bits(v))
             put(target + 4 * j, v, bypass)
+    fence()
     return bool(top(peaks) < _INF)
 
 
@@ -287,6 +289,7 @@ def _decode(
 ) -> None:
     for c in range(len(start)):
         clear(flat + 4 * start[c], int(length[c]), bypass)
+    fence()
     places, targets = len(start) * size, np.empty(_AHEAD, np.int64)
     for first in range(0, count, _AHEAD):
         # Each element lies on a cache line of its own: ask for many lines before the first is needed.

@@ -102,6 +102,8 @@ def _define(result: Any, arguments: tuple[Any, ...], build: Callable[..., Any]) 
         return context.get_dummy_value() if result == types.void else out
 
     # numba reads the number of parameters from the signature.
+    if len(arguments) == 0:
+        return extending.intrinsic(lambda typingctx: (result(), generate))
     if len(arguments) == 1:
         return extending.intrinsic(lambda typingctx, x: (result(*arguments), generate))
     if len(arguments) == 2:
@@ -263,6 +265,8 @@ def _fetch(b: Any, at: Any) -> None:
     b.call(function, [b.inttoptr(at, pointer), *write_keep_data])
 
 
+fence = _define(types.void, (), lambda b: b.fence("seq_cst"))
+"""Finish stream(): until then another thread may not see what was written, even after a lock."""
 prefetch = _define(types.void, (types.intp,), _fetch)
 """Start to fetch the cache line at an address, to be written soon; any address is allowed."""
 
