@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from gradcomp.collectives import Collective, Group, Pending
-from gradcomp.errors import ConfigError
+from gradcomp.errors import ConfigError, MismatchError
 
 Exchange = Generator[Collective, None, None]
 
@@ -49,6 +49,7 @@ class Task:
     request: Collective | None = None
     pending: Pending | None = None
     age: int = 0
+    number: int = 0
 
     def advance(self, group: Group) -> bool:
         """Run to the next collective and issue it; returns False when the exchange has ended."""
@@ -125,6 +126,8 @@ class Pipeline(Schedule):
         super().__init__(group)
         self.depth = depth
         self._live: list[Task] = []
+        self._submitted = 0
+        self._disagreed: dict[int, MismatchError] = {}
 
     def __str__(self) -> str:
         return f"pipeline:depth={self.depth}"
@@ -133,6 +136,7 @@ class Pipeline(Schedule):
         """See :meth:`Schedule.submit`."""
         for older in self._live:
             older.age += 1
+        task.number = self._submitted = self._submitted + 1
         if task.advance(self.group):
             self._live.append(task)
         self._step([older for older in self._live if older.age >= self.depth])
@@ -144,6 +148,8 @@ class Pipeline(Schedule):
             self._step(list(self._live))
             if all(task.last_collective for task in self._live):
                 self._finish(list(self._live))
+        if last and self._disagreed:
+            raise self._disagreed[min(self._disagreed)]
 
     def _step(self, tasks: list[Task]) -> None:
         for task in tasks:
@@ -155,13 +161,21 @@ class Pipeline(Schedule):
     def _finish(self, tasks: list[Task]) -> None:
         for task in tasks:
             task.wait()
-            if task.advance(self.group):
-                raise AssertionError(f"{task.name} issued a collective after one that it called final")
             self._live.remove(task)
+            try:
+                issued = task.advance(self.group)
+            except MismatchError as error:
+                # Every rank finds it in this bucket, but not at the same submission: raised at once, it would leave the
+                # ranks with different numbers of collectives issued. Kept until all are in step.
+                self._disagreed[task.number] = error
+                continue
+            if issued:
+                raise AssertionError(f"{task.name} issued a collective after one that it called final")
 
     def abandon(self) -> None:
         """See :meth:`Schedule.abandon`."""
         self._live.clear()
+        self._disagreed.clear()
 
 
 class Thread(Schedule):

@@ -56,7 +56,9 @@ class DDPState:
             return
         seen = (self._probe._version, self.handle.step)
         previous, self._seen = self._seen, seen
-        if previous is not None and previous[0] == seen[0] and self.handle.last_step_finite:
+        if previous is None or previous[1] == seen[1]:  # the step before did not finish
+            return
+        if previous[0] == seen[0] and self.handle.last_step_finite:
             self._warned = True
             warnings.warn(
                 "gradcomp: backward() ran twice without an optimizer step, so gradients were compressed and exchanged twice. "
