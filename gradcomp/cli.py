@@ -158,6 +158,7 @@ def describe(name: str) -> dict[str, Any]:
         "summary": traits.summary,
         "bits_per_element": traits.bits,
         "memory_bytes_per_parameter": traits.memory,
+        "memory_bytes_divided_among_ranks": traits.memory_sharded,
         "collectives": traits.collectives,
         "biased": traits.biased,
         "linear": traits.linear,
@@ -172,6 +173,12 @@ def describe(name: str) -> dict[str, Any]:
         },
         "options_help": inspect.getdoc(compressor.Config) or "",
     }
+
+
+def _memory(entry: dict[str, Any]) -> str:
+    """Bytes per parameter, with what is divided among N ranks."""
+    sharded = entry["memory_bytes_divided_among_ranks"]
+    return f"{entry['memory_bytes_per_parameter']:g}" + (f" + {sharded:g}/N" if sharded else "")
 
 
 def _type_name(kind: Any) -> str:
@@ -194,7 +201,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
             Text(entry["name"], style="bold"),
             entry["summary"],
             f"{entry['bits_per_element']:.4g}",
-            f"{entry['memory_bytes_per_parameter']:g}",
+            _memory(entry),
             entry["collectives"],
             "yes" if entry["biased"] else "no",
             escape(options),

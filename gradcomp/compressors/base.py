@@ -32,7 +32,8 @@ class Traits:
     """Facts about a compressor that rules, docs, planner and contract tests read.
 
     ``bits``: payload bits per element at the default options, without headers. ``memory``: bytes of persistent state per
-    parameter at the default options (residuals count twice: old and new). ``bypass``: kinds of parameters that go
+    parameter on every rank at the default options (residuals count twice: old and new); ``memory_sharded``: the same, but
+    divided among the ranks. ``bypass``: kinds of parameters that go
     uncompressed by default, of ``vector`` (one dimension or fewer than two long ones), ``small``, ``embedding``.
     """
 
@@ -43,6 +44,7 @@ class Traits:
     memory: float
     linear: bool
     biased: bool
+    memory_sharded: float = 0
     fixed_size: bool = True
     needs_matrices: bool = False
     strongly_biased: bool = False
