@@ -220,7 +220,7 @@ def _print_one(entry: dict[str, Any], documentation: str) -> None:
     console = _console()
     console.print(Text(f"{entry['name']}: {entry['summary']}", style="bold"))
     console.print(
-        f"{entry['bits_per_element']:.4g} bits per element, {entry['memory_bytes_per_parameter']:g} bytes of memory per "
+        f"{entry['bits_per_element']:.4g} bits per element, {_memory(entry)} bytes of memory per "
         f"parameter, {entry['collectives']}, {'biased' if entry['biased'] else 'unbiased'}",
         highlight=False,
     )
