@@ -375,5 +375,5 @@ class Handle:
             warnings.warn(
                 f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge badly: the compression error "
                 "gets into the second moment (README, compressor table). Use int8, int4 or powersgd, or SGD with momentum.",
-                stacklevel=4,
+                stacklevel=6,  # the call of register()
             )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcomp.bucket import Parameter, Slot
 from gradcomp.errors import UnsupportedError
@@ -29,8 +30,9 @@ class DDPState:
         self.handle = handle
         self._names = {id(parameter): _clean(name) for name, parameter in ddp.module.named_parameters()}
         self._probe = next((p for p in ddp.module.parameters() if p.requires_grad), None)
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[tuple[int, int], int] | None = None
         self._warned = False
+        _optimizer_steps.watch()
 
     def slots(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Slot]:
         """Where the parameters stand in the bucket; empty for buckets that must be all-reduced as they are."""
@@ -52,9 +54,10 @@ class DDPState:
 
     def watch_accumulation(self) -> None:
         """Warn once when gradients are reduced again although the optimizer has not stepped in between."""
-        if self._warned or self._probe is None:
+        if self._warned or self._probe is None or self.handle.group.world == 1:
             return
-        seen = (self._probe._version, self.handle.step)
+        # a parameter's version shows an update by hand, but not one by a fused optimizer
+        seen = ((self._probe._version, _optimizer_steps.count), self.handle.step)
         previous, self._seen = self._seen, seen
         if previous is None or previous[1] == seen[1]:  # the step before did not finish
             return
@@ -65,6 +68,26 @@ class DDPState:
                 "To accumulate gradients, wrap all but the last backward pass in ddp.no_sync().",
                 stacklevel=2,
             )
+
+
+class _OptimizerSteps:
+    """Counts the steps of all optimizers in this process, from the first registration on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watching = False
+
+    def watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled step shows in the parameters' versions
+            self.count += 1
+
+
+_optimizer_steps = _OptimizerSteps()
 
 
 def gradcomp_hook(  # the annotations are what DDP demands
@@ -116,7 +139,7 @@ def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options
         raise UnsupportedError(_PYTHON_REDUCER)
     delayed = getattr(ddp, "_delay_all_reduce_params", None)
     if delayed:
-        warnings.warn("gradcomp: delay_all_reduce_named_params bypass the hook and stay uncompressed", stacklevel=3)
+        warnings.warn("gradcomp: delay_all_reduce_named_params bypass the hook and stay uncompressed", stacklevel=4)
     embeddings = {
         id(module.weight)
         for module in ddp.module.modules()
