@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -143,12 +144,11 @@ def _images(rank: int, ranks: int) -> Dataset:
         top = 16.0
     mean, deviation = train.mean() / top, train.std() / top
 
-    def prepared(images: npt.NDArray[np.generic]) -> Tensor:
-        pixels: Tensor = torch.from_numpy(np.ascontiguousarray(images)).float()[:, None]
-        return pixels.div(top).sub(mean).div(deviation)
+    def prepared(images: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy((images[:, None] / top - mean) / deviation).float()
 
-    def labelled(labels: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(labels)).long()
+    def labelled(labels: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(labels.astype(np.int64))
 
     return Dataset(
         source,

@@ -87,10 +87,17 @@ def _listen(messages: Any, processes: list[SpawnProcess], on_message: Callable[[
 
 def _raise(failures: list[tuple[int, str, str]]) -> None:
     """Report the cause: a rank that lost its neighbour says less than the neighbour."""
-    rank, kind, text = min(failures, key=lambda failure: (failure[1] == "ExchangeError", failure[1] == "Ended"))
+
+    def remoteness(failure: tuple[int, str, str]) -> int:
+        _, kind, text = failure
+        if kind == "Ended":
+            return 1
+        return 2 if kind == "ExchangeError" or "gloo" in text else 0
+
+    rank, kind, text = min(failures, key=remoteness)
     if kind == "ConfigError":
         raise ConfigError(text)
-    raise GradcompError(f"rank {rank} failed: {text}" if kind == "Ended" else f"rank {rank} failed: {kind}: {text}")
+    raise GradcompError(f"rank {rank} {text}" if kind == "Ended" else f"rank {rank} failed: {kind}: {text}")
 
 
 def _end(processes: list[SpawnProcess]) -> None:

@@ -51,7 +51,7 @@ class Display:
             if step == 1:
                 self._bars.start_task(self._tasks[index])
             self._bars.update(self._tasks[index], completed=step, loss=f"{loss:5.3f}")
-        elif step == self._settings.steps or step % -(-self._settings.steps // _LINES_PER_RUN) == 0:
+        elif step in (1, self._settings.steps) or step % -(-self._settings.steps // _LINES_PER_RUN) == 0:
             spec = self._settings.compressors[index]
             self._line(f"{spec}: step {step} of {self._settings.steps}, training loss {loss:.3f}")
 
