@@ -22,6 +22,7 @@ from gradcomp.kernels.cpu.vectors import (
     copy,
     count_bits,
     fence,
+    fetch_to_write,
     float_bits,
     floats,
     inline,
@@ -32,7 +33,6 @@ from gradcomp.kernels.cpu.vectors import (
     load_int,
     magnitude_bits,
     mask_at_least,
-    prefetch,
     put,
     scaled_sum,
     scratch,
@@ -301,7 +301,7 @@ def _decode(
                 place = index - block * size
                 if place < length[block]:
                     targets[i] = flat + 4 * (start[block] + place)
-                    prefetch(targets[i])
+                    fetch_to_write(targets[i])
         for i in range(last):
             if targets[i] != 0:
                 value = F32(load_float(selected + 4 * (first + i)) * gain)

@@ -257,18 +257,20 @@ load_byte = _loader(types.uint8, _I8)
 store_byte = _storer(types.uint8, _I8)
 
 
-def _fetch(b: Any, at: Any) -> None:
+def _fetch(b: Any, at: Any, write: int) -> None:
     pointer, word = _I8.as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-    write_keep_data = [ir.Constant(word, x) for x in (1, 3, 1)]
+    write_keep_data = [ir.Constant(word, x) for x in (write, 3, 1)]
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     b.call(function, [b.inttoptr(at, pointer), *write_keep_data])
 
 
 fence = _define(types.void, (), lambda b: b.fence("seq_cst"))
 """Finish stream(): until then another thread may not see what was written, even after a lock."""
-prefetch = _define(types.void, (types.intp,), _fetch)
-"""Start to fetch the cache line at an address, to be written soon; any address is allowed."""
+fetch_to_read = _define(types.void, (types.intp,), lambda b, at: _fetch(b, at, 0))
+"""Start to fetch the cache line at an address; any address is allowed, also outside of arrays."""
+fetch_to_write = _define(types.void, (types.intp,), lambda b, at: _fetch(b, at, 1))
+"""The same for a line that will be written."""
 
 
 def _at_least(b: Any, at: Any, bound: Any) -> Any:
