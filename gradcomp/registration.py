@@ -106,6 +106,7 @@ class Handle:
         self._used: dict[Hashable, BucketExchange] = {}
         self._norm_squared = 0.0
         self._saturated = 0
+        self._left_out: dict[str, str] = {}
         self._in_step = False
         self._last_ok = True
         self._error: BaseException | None = None
@@ -139,7 +140,7 @@ class Handle:
             residual_ratio=norm / counters.gradient_norm if counters.gradient_norm else 0.0,
             saturations=self._saturated + sum(int(e.saturated) for e in self._exchanges.values()),
             memory_bytes=self._memory.nbytes,
-            bypassed={n: c.bypassed for n, c in self._choices_for(spec).items() if c.bypassed is not None},
+            bypassed={n: c.bypassed for n, c in self._choices_for(spec).items() if c.bypassed is not None} | self._left_out,
         )
 
     def set(self, spec: SpecLike, *, rules: Iterable[RuleLike] | None = None) -> None:
@@ -228,6 +229,10 @@ class Handle:
     def last_step_finite(self) -> bool:
         """Whether the last step was finite on all ranks."""
         return self._last_ok
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """Note that the trainer's bucket does not let this parameter be compressed, for :meth:`stats`."""
+        self._left_out[name] = reason
 
     def submit(
         self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool

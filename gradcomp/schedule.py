@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from gradcomp.collectives import Collective, Group, Pending
-from gradcomp.errors import ConfigError, MismatchError
+from gradcomp.errors import ConfigError, GradcompError, MismatchError
 
 Exchange = Generator[Collective, None, None]
 
@@ -210,6 +210,8 @@ class Thread(Schedule):
 
     def submit(self, task: Task, last: bool) -> None:
         """See :meth:`Schedule.submit`."""
+        if not self._worker.is_alive():
+            raise GradcompError("the handle was closed, so its thread cannot exchange this step; close() it after training")
         self._queue.put(task)
         if last or self._error is not None:
             finished = threading.Event()

@@ -36,6 +36,9 @@ class DDPState:
 
     def slots(self, parameters: Sequence[Tensor], buffer: Tensor) -> list[Slot]:
         """Where the parameters stand in the bucket; empty for buckets that must be all-reduced as they are."""
+        if buffer.is_sparse:
+            for parameter in parameters:
+                self.handle.leave_out(self._names[id(parameter)], "sparse gradient")
         if buffer.is_sparse or buffer.is_complex() or not buffer.dtype.is_floating_point:
             return []
         slots, offset = [], 0
