@@ -17,6 +17,7 @@ divided by the kernel's time. ``default``: as users have it, where every large t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -338,16 +339,17 @@ def machine() -> dict[str, Any]:
         model = fields.get("model name", model)
         flags = fields.get("flags", "")
         family = f"family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
-    return {"cpu": model, "family": family, "cores": os.cpu_count(), "avx512": "avx512f" in flags.split()}
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    huge = pages.read_text().partition("[")[2].partition("]")[0] if pages.exists() else ""
+    found = {"cpu": model, "family": family, "cores": os.cpu_count(), "avx512": "avx512f" in flags.split()}
+    return {**found, "huge_pages": huge, "load": round(os.getloadavg()[0], 1)}
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("gradcomp", "torch", "numba", "numpy"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):  # a checkout on PYTHONPATH has no version
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
     return found
 
 
