@@ -140,7 +140,8 @@ class Handle:
             residual_ratio=norm / counters.gradient_norm if counters.gradient_norm else 0.0,
             saturations=self._saturated + sum(int(e.saturated) for e in self._exchanges.values()),
             memory_bytes=self._memory.nbytes,
-            bypassed={n: c.bypassed for n, c in self._choices_for(spec).items() if c.bypassed is not None} | self._left_out,
+            bypassed={n: c.bypassed for n, c in self._choices_for(spec).items() if c.bypassed is not None}
+            | self._left_out,
         )
 
     def set(self, spec: SpecLike, *, rules: Iterable[RuleLike] | None = None) -> None:

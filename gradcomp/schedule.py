@@ -211,7 +211,9 @@ class Thread(Schedule):
     def submit(self, task: Task, last: bool) -> None:
         """See :meth:`Schedule.submit`."""
         if not self._worker.is_alive():
-            raise GradcompError("the handle was closed, so its thread cannot exchange this step; close() it after training")
+            raise GradcompError(
+                "the handle was closed, so its thread cannot exchange this step; close() it after training"
+            )
         self._queue.put(task)
         if last or self._error is not None:
             finished = threading.Event()

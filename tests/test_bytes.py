@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import workers
 from torch import nn
 
 import gradcomp
-import workers
 from gradcomp.testing import VirtualBucket, run
 
 SPECS = ["none", "fp16", "fp16:accumulate=wire", "int8", "onebit", "topk:ratio=0.02", "powersgd:rank=32"]
@@ -39,7 +40,7 @@ def measured(rank: int, world: int) -> dict[str, Any]:
     results = {}
     for spec in SPECS:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(SIZES, SIZES[1:], strict=False)))
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(SIZES)))
         ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=25)
         handle = gradcomp.register(ddp, spec, backend=workers.BACKEND)
         x = torch.randn(2, SIZES[0])
@@ -103,7 +104,7 @@ def test_wire_bytes_are_what_the_interface_counts(world: int, spec: str) -> None
     on_wire = results[0]["wire"] - results[0]["idle"]
     sent = sum(result["sent"] for result in results)
     assert on_wire == pytest.approx(sent, rel=0.03)
-    parameters = sum(a * b + b for a, b in zip(SIZES, SIZES[1:], strict=False))
+    parameters = sum(a * b + b for a, b in itertools.pairwise(SIZES))
     for result in results:
         assert result["raw"] == pytest.approx(STEPS * 2 * (world - 1) / world * 4 * parameters, rel=1e-6)
     if spec == "none":

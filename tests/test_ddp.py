@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-import gradcomp
 import workers
 from workers import SCHEDULES, Battery
 
@@ -74,7 +71,8 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order(world: int, sp
 
 
 @pytest.mark.parametrize(
-    ("world", "spec", "schedule"), [key for key in KEYS if key[1] in {*workers.feedback_specs(), "topk", "onebit", "int4"}]
+    ("world", "spec", "schedule"),
+    [key for key in KEYS if key[1] in {*workers.feedback_specs(), "topk", "onebit", "int4"}],
 )
 def test_with_error_feedback_nothing_is_lost(world: int, spec: str, schedule: str) -> None:
     """Sum of what was applied = sum of the true means - residual."""

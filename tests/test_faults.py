@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import workers
+from workers import Battery
 
 import gradcomp
-import workers
 from gradcomp import wire
 from gradcomp.engine import BucketExchange
 from gradcomp.testing import launch
-from workers import Battery
 
 TIMEOUT = 8.0
 """Of the process group, in seconds."""

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import workers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from workers import SCHEDULES, Battery, Net
 
 import gradcomp
-import workers
-from workers import SCHEDULES, Battery, Net
 
 
 def both(make: Callable[[], nn.Module], spec: str, **options: Any) -> tuple[DDP, DDP, gradcomp.Handle]:
@@ -26,7 +26,9 @@ def both(make: Callable[[], nn.Module], spec: str, **options: Any) -> tuple[DDP,
     return ours, theirs, gradcomp.register(ours, spec, backend=workers.BACKEND, **options)
 
 
-def run_losses(models: tuple[DDP, DDP], loss: Callable[[nn.Module, int], Tensor], steps: int = 3) -> list[dict[str, float]]:
+def run_losses(
+    models: tuple[DDP, DDP], loss: Callable[[nn.Module, int], Tensor], steps: int = 3
+) -> list[dict[str, float]]:
     """Relative difference of the gradients per parameter and step; parameters move by DDP's own gradients."""
     differences = []
     for step in range(steps):
@@ -34,7 +36,9 @@ def run_losses(models: tuple[DDP, DDP], loss: Callable[[nn.Module, int], Tensor]
             model.zero_grad()
             loss(model, step).backward()
         found = {}
-        for (name, ours), theirs in zip(models[0].module.named_parameters(), models[1].module.parameters(), strict=True):
+        for (name, ours), theirs in zip(
+            models[0].module.named_parameters(), models[1].module.parameters(), strict=True
+        ):
             assert ours.grad is not None
             assert theirs.grad is not None
             a, b = (g.to_dense() if g.is_sparse else g for g in (ours.grad, theirs.grad))
@@ -211,7 +215,9 @@ def warmed_up(rank: int, world: int) -> Any:
 
 def by_step(step: int) -> str:
     """A spec as a function of the step."""
-    return ["int8:error_feedback=true", "onebit", "powersgd:rank=2", "topk:ratio=0.05", "int4:block=64"][min(step // 2, 4)]
+    return ["int8:error_feedback=true", "onebit", "powersgd:rank=2", "topk:ratio=0.05", "int4:block=64"][
+        min(step // 2, 4)
+    ]
 
 
 def changing(rank: int, world: int, how: str, schedule: str) -> Any:
@@ -275,9 +281,7 @@ def test_sparse_and_complex_parameters_are_left_to_the_all_reduce() -> None:
             assert 0 < found["bf16.weight"] < 0.02
 
 
-@pytest.mark.parametrize(
-    ("spec", "bound"), [("none", 0.0), ("int8", 0.01), ("powersgd:rank=24,min_rate=1", 0.05)]
-)
+@pytest.mark.parametrize(("spec", "bound"), [("none", 0.0), ("int8", 0.01), ("powersgd:rank=24,min_rate=1", 0.05)])
 def test_channels_last_weights_get_their_own_gradients(spec: str, bound: float) -> None:
     for differences, strides in PAIRS["images", spec]:
         assert all(strides)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-import gradcomp
 import workers
 from workers import Battery
+
+import gradcomp
 
 PLACES = {"matrix": ("layers.1.weight", 70), "bypassed": ("layers.3.bias", 5), "alone": ("layers.4.weight", 9)}
 """Where the bad value stands: in a compressed matrix, and in parameters that most compressors leave out."""
@@ -89,7 +89,7 @@ BAD = Battery(2, {key: (one_bad_step, key) for key in CASES}, timeout=110)
 @pytest.mark.parametrize("key", list(CASES), ids=lambda key: "-".join(map(str, key)))
 def test_a_bad_value_on_one_rank_costs_every_rank_that_step_and_nothing_else(key: Any) -> None:
     results = BAD[key]
-    spec, _, _, bad, _ = key
+    _spec, _, _, bad, _ = key
     for result in results:
         expected = [step != bad for step in range(6)]
         assert result["finite"] == expected

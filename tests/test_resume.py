@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import workers
+from workers import Battery
 
 import gradcomp
-import workers
-from gradcomp import testing
-from workers import Battery
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -69,7 +68,10 @@ RUNS = {
             for spec in SPECS
             for mode in (MODES if spec in workers.feedback_specs() else ("default", "bucket_view"))
         },
-        **{(2, spec, "default", "thread"): (stop_and_go_on, (spec, "default", "thread")) for spec in ("onebit", "powersgd")},
+        **{
+            (2, spec, "default", "thread"): (stop_and_go_on, (spec, "default", "thread"))
+            for spec in ("onebit", "powersgd")
+        },
     },
     3: {(3, spec, "default", "auto"): (stop_and_go_on, (spec, "default", "auto")) for spec in SPECS},
 }
@@ -129,7 +131,9 @@ def conservation(ddp: Any, optimizer: Any, handle: gradcomp.Handle, rank: int) -
         workers.train(ddp, optimizer, range(step, step + 1), rank)
         applied, after = workers.gradients(ddp), workers.gathered_residual(handle, ddp)
         size = max(float(m.abs().max()) for m in mean.values())
-        lost.append(workers.worst({n: before[n] + mean[n] for n in mean}, {n: applied[n] + after[n] for n in mean}) / size)
+        lost.append(
+            workers.worst({n: before[n] + mean[n] for n in mean}, {n: applied[n] + after[n] for n in mean}) / size
+        )
         before = after
     return lost
 

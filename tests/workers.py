@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from gradcomp.memory import Memory
 from gradcomp.registry import get_compressor
 from gradcomp.testing import launch
 
-BACKEND = "torch"
+BACKEND = "auto"
 CAP_MB = 0.01
 """Bucket size: one layer of :class:`Net` fills a bucket."""
 SCHEDULES = ("inline", "pipeline:depth=1", "pipeline:depth=3", "thread")
@@ -72,7 +73,9 @@ def battery(rank: int, world: int, cases: Mapping[Any, tuple[Callable[..., Any],
 class Battery:
     """Runs ``cases`` in one launch when the first result is asked for."""
 
-    def __init__(self, world: int, cases: Mapping[Any, tuple[Callable[..., Any], tuple[Any, ...]]], **options: Any) -> None:
+    def __init__(
+        self, world: int, cases: Mapping[Any, tuple[Callable[..., Any], tuple[Any, ...]]], **options: Any
+    ) -> None:
         self.world, self.cases, self.options = world, dict(cases), options
         self._outcomes: list[Any] | None = None
 
@@ -96,7 +99,7 @@ class Net(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             sizes = [32, width, width, width, width, 4]
-            self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+            self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         """``skip`` leaves out the third layer, so its parameters are unused in this step."""
