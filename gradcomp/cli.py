@@ -93,7 +93,7 @@ def demo(
         str, typer.Option(help='Specs separated by commas, e.g. "none,int8,topk:ratio=0.02"; all: every compressor.')
     ] = "all",
     ranks: Annotated[int, typer.Option(help="Processes, each with its own share of the data.")] = 2,
-    steps: Annotated[int, typer.Option(help="Training steps for each compressor.")] = 160,
+    steps: Annotated[int, typer.Option(help="Training steps for each compressor.")] = 120,
     optimizer: Annotated[str, typer.Option(help="sgd (with momentum) or adamw.")] = "sgd",
     seed: Annotated[int, typer.Option(help="Of weights and batches, the same for every compressor.")] = 0,
     schedule: Annotated[str, typer.Option(help="auto, inline, pipeline, pipeline:depth=D or thread.")] = "auto",

@@ -112,7 +112,7 @@ def _text(rank: int, ranks: int) -> Dataset:
     train = _read(training[rank::ranks])
     evaluation = _read(held_out)
     windows = evaluation.numel() // (CONTEXT + 1)
-    spread = torch.linspace(0, windows - 1, min(192, windows)).long()
+    spread = torch.linspace(0, windows - 1, min(128, windows)).long()
     chosen = evaluation[: windows * (CONTEXT + 1)].view(windows, CONTEXT + 1)[spread].long()
     return Dataset(describe("text"), train, None, chosen, None)
 

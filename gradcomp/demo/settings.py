@@ -30,7 +30,7 @@ class Settings:
     compressors: tuple[str, ...]
     task: str = "text"
     ranks: int = 2
-    steps: int = 160
+    steps: int = 120
     seed: int = 0
     schedule: str = "auto"
     optimizer: str = "sgd"
@@ -50,7 +50,7 @@ class Settings:
 
     @property
     def learning_rate(self) -> float:
-        """The peak; it rises over the first tenth of the steps and then falls linearly to zero."""
+        """The peak; it rises over the first quarter of the steps and then falls linearly to zero."""
         return _LEARNING_RATE[self.task, self.optimizer]
 
     @property
@@ -60,7 +60,7 @@ class Settings:
 
     def learning_rate_factor(self, step: int) -> float:
         """Of the peak, at ``step``."""
-        rise = max(1, self.steps // 10)
+        rise = max(1, self.steps // 4)
         return min((step + 1) / rise, (self.steps - step) / (self.steps - rise))
 
     def warmup_steps(self, spec: str) -> int:
