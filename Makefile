@@ -47,7 +47,7 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/gradcomp demo --out demo-output $(DEMO_ARGS)
 
 bench-kernels: $(VENV)/.stamp-demo
-	$(BIN)/python benchmarks/bench_kernels.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/kernels.py $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
