@@ -85,7 +85,7 @@ def expected(world: int, spec: str, mode: str, schedule: str) -> Any:
         pass  # DDP does not rebuild buckets then
     elif world > 2 and (spec.partition(":")[0] in ("none", "powersgd", "topk") or "wire" in spec):
         # Top-K's uncompressed riders are all-reduced too
-        reason = "gloo's order of summation depends on the place in the bucket, and the first step has other buckets"
+        reason = "as in plain DDP: gloo's order of summation depends on the place in the bucket"
     marks = [pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError)] if reason else []
     return pytest.param(world, spec, mode, schedule, marks=marks)
 
