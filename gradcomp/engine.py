@@ -67,7 +67,7 @@ class BucketExchange:
         as_it_is = not groups or buffer.dtype == torch.float32
         self._flat = None if as_it_is else torch.zeros(buffer.numel(), device=buffer.device)
         flat = buffer if self._flat is None else self._flat
-        self._slots = slots
+        self.slots = slots
         self._finite = torch.ones(1, dtype=torch.int32, device=buffer.device)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
@@ -113,9 +113,9 @@ class BucketExchange:
             self._exact.scatter(self._exact_values, flat)
         unused: list[str] = []
         if self._context.find_unused and self.feeds_back:
-            used = torch.stack([self._is_used(flat, slot) for slot in self._slots])
+            used = torch.stack([self._is_used(flat, slot) for slot in self.slots])
             yield AllReduce(used)
-            unused = [slot.name for slot, count in zip(self._slots, used.tolist(), strict=True) if count == 0]
+            unused = [slot.name for slot, count in zip(self.slots, used.tolist(), strict=True) if count == 0]
         for compressor in self._parts:
             part = compressor.part
             part.flat, part.step, part.scale = flat, step, scale

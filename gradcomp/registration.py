@@ -24,6 +24,7 @@ from gradcomp.errors import ConfigError, GradcompError, MismatchError, Unsupport
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
 from gradcomp.registry import Spec, format_spec, parse_spec
+from gradcomp.replay import Held, LayoutReplay
 from gradcomp.rules import Choice, RuleLike, as_rules, choose
 from gradcomp.schedule import Task, make_schedule, parse_schedule
 from gradcomp.stats import Counters, Stats
@@ -107,6 +108,8 @@ class Handle:
         self._norm_squared = 0.0
         self._saturated = 0
         self._left_out: dict[str, str] = {}
+        self._layout: list[list[str]] = []
+        self._replay: LayoutReplay | None = None
         self._in_step = False
         self._last_ok = True
         self._error: BaseException | None = None
@@ -177,7 +180,7 @@ class Handle:
         Every rank must save its own (residuals differ by rank).
         """
         self._between_steps("state_dict()")
-        return {"format": STATE_FORMAT, "step": self._step, **self._memory.state_dict()}
+        return {"format": STATE_FORMAT, "step": self._step, "layout": self._layout, **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore a checkpoint. All ranks must call it; each passes the state that it saved.
@@ -192,7 +195,7 @@ class Handle:
         self._between_steps("load_state_dict()")
         states = [state] if isinstance(state, Mapping) else list(state)
         problem = self._problem_with(states)
-        brought = [(s.get("world"), s.get("rank"), s.get("step")) for s in states] if problem is None else []
+        brought = [(s["world"], s["rank"], s["step"]) for s in states] if problem is None else []
         everyone = self.group.gather_object((problem, brought), "handle.load_state_dict()")
         problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said is not None]
         if problems:
@@ -212,6 +215,7 @@ class Handle:
         self._memory.load_state_dicts(states, exact)
         self._exchanges.clear()
         self._step = int(step)
+        self._replay = LayoutReplay(states[0]["layout"]) if exact else None
 
     def close(self) -> None:
         """Stop the worker thread of the ``thread`` schedule."""
@@ -257,7 +261,7 @@ class Handle:
             if self.group.world == 1:
                 done()
             else:
-                self._submit(key, slots, buffer, done, last)
+                self._replay_or_exchange(key, slots, buffer, done, last)
             if last:
                 self._end_step()
         except BaseException as error:
@@ -265,7 +269,21 @@ class Handle:
             self._schedule.abandon()
             raise
 
-    def _submit(
+    def _replay_or_exchange(
+        self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
+    ) -> None:
+        if self._replay is None:
+            self._exchange(key, slots, buffer, done, last)
+            return
+        self._replay.hold(Held(key, slots(), buffer, done))
+        if last:
+            buckets = self._replay.release()
+            for held in buckets:
+                self._exchange(held.key, held.get_slots, held.buffer, held.done, held is buckets[-1])
+            if self._replay.finished:
+                self._replay = None
+
+    def _exchange(
         self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
     ) -> None:
         key = (key, self._active)
@@ -321,6 +339,7 @@ class Handle:
         counters.compressed_steps += compressed
         counters.raw_bytes += counters.last_raw_bytes
         counters.last_wire_bytes = self._sent() - self._sent_before
+        self._layout = [[slot.name for slot in exchange.slots] for exchange in self._used.values() if exchange.slots]
         for key in self._exchanges.keys() - self._used.keys():  # layouts that are gone: release their buffers
             self._saturated += int(self._exchanges.pop(key).saturated)
         self._step += 1
@@ -367,6 +386,8 @@ class Handle:
             said = state.get("format") if isinstance(state, Mapping) else type(state).__name__
             if said != STATE_FORMAT:
                 return f"format={said!r}: allowed is {STATE_FORMAT}; is this a gradcomp state_dict?"
+            if not isinstance(state.get("step"), int) or not isinstance(state.get("layout"), list):
+                return "state_dict is incomplete or damaged; allowed is what handle.state_dict() returned"
             try:
                 self._memory.check(state)
             except ConfigError as error:
