@@ -400,7 +400,8 @@ class Handle:
         adaptive = any(word in name for name in names for word in ("adam", "lamb", "rmsprop", "adagrad"))
         if compressor.traits.strongly_biased and adaptive:
             warnings.warn(
-                f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge badly: the compression error "
-                "gets into the second moment (README, compressor table). Use int8, int4 or powersgd, or SGD with momentum.",
+                f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge worse than uncompressed ones: "
+                "what compression gets wrong goes into the second moment as well (measured: README, 'What 1-bit and Top-K "
+                "cost'). int8, int4 and powersgd do not have this problem.",
                 stacklevel=6,  # the call of register()
             )

@@ -4,9 +4,10 @@
 and server. 1 + 32/block bits per element, biased. Worker and server residual: 4 (1 + 1/N) bytes per parameter, doubled
 because the previous step's are kept until the step is known to be finite.
 
-Exact zeros cannot be sent, so embeddings, vectors and small parameters go uncompressed by default. Meant for SGD with
-momentum at a moderate learning rate: under Adam the noise corrupts the second moment (use 1-bit Adam there), and at a
-learning rate near the edge of stability error feedback diverges.
+Exact zeros cannot be sent, so embeddings, vectors and small parameters go uncompressed by default. It costs quality at
+equal steps (README, "What 1-bit and Top-K cost"): under Adam what compression gets wrong also goes into the second moment,
+and at a learning rate near the edge of stability error feedback diverges. What arrives has a larger norm than the mean
+gradient, so clipping after the exchange shortens every step.
 
 [Seide et al. 2014; EF-SignSGD: Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1]
 """
