@@ -6,8 +6,7 @@ because the previous step's are kept until the step is known to be finite.
 
 Exact zeros cannot be sent, so embeddings, vectors and small parameters go uncompressed by default. It costs quality at
 equal steps (README, "What 1-bit and Top-K cost"): under Adam what compression gets wrong also goes into the second moment,
-and at a learning rate near the edge of stability error feedback diverges. What arrives has a larger norm than the mean
-gradient, so clipping after the exchange shortens every step.
+and at a learning rate near the edge of stability error feedback can diverge.
 
 [Seide et al. 2014; EF-SignSGD: Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1]
 """
