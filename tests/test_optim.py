@@ -212,11 +212,24 @@ def identical(rank: int, world: int, kind: str, dtype: torch.dtype) -> dict[str,
     return {"digests": digests, "met": met, "dtypes": dtypes, "end": workers.digest(model)}
 
 
+def alone(rank: int, world: int, kind: str) -> tuple[list[float], int, int]:
+    """Every rank in a process group of its own: losses before and after, skipped steps, and bytes."""
+    own = [dist.new_group([other]) for other in range(world)][rank]
+    model = Net()
+    optimizer = make(kind, model.parameters(), process_group=own)
+    losses = [workers.loss_of(model, 50, rank).item()]
+    grind(model, optimizer, range(25), rank)
+    losses.append(workers.loss_of(model, 50, rank).item())
+    model.layers[0].weight.grad[0, 0] = math.inf
+    optimizer.step()
+    return losses, optimizer.skipped_steps, optimizer.stats().wire_bytes
+
+
 def buckets_do_not_matter(rank: int, world: int, kind: str) -> tuple[list[str], list[int]]:
     digests, calls = [], []
-    for cap in (0.02, 25.0):
+    for cap, schedule in ((0.02, "thread"), (25.0, "auto")):
         model = Net()
-        optimizer = make(kind, model.parameters(), bucket_cap_mb=cap)
+        optimizer = make(kind, model.parameters(), bucket_cap_mb=cap, schedule=schedule)
         grind(model, optimizer, range(7), rank)
         before = optimizer.stats().collectives
         with workers.recorded_requests() as requests:
@@ -224,6 +237,7 @@ def buckets_do_not_matter(rank: int, world: int, kind: str) -> tuple[list[str], 
         assert optimizer.stats().collectives - before == len(requests)
         digests.append(workers.digest(model))
         calls.append(len(requests))
+        optimizer.close()
     return digests, calls
 
 
@@ -511,6 +525,11 @@ CASES: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     },
 }  # fmt: skip
 RUN = Battery(2, CASES, timeout=110)
+THREE = Battery(
+    3,
+    {(fn.__name__, kind): (fn, (kind, *rest)) for kind in KINDS for fn, rest in ((identical, TYPES[:1]), (alone, ()))},
+    timeout=110,
+)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
@@ -553,7 +572,21 @@ def test_ranks_hold_the_same_bits(kind: str, dtype: torch.dtype) -> None:
 
 
 @everyone
-def test_buckets_change_nothing_but_the_number_of_collectives(kind: str) -> None:
+def test_three_ranks(kind: str) -> None:
+    results = THREE["identical", kind]
+    assert len({result["end"] for result in results}) == 1
+    assert len(set(results[0]["digests"])) >= 18
+
+
+@everyone
+def test_a_group_of_one_rank_trains_without_traffic(kind: str) -> None:
+    for losses, skipped, sent in THREE["alone", kind]:
+        assert losses[1] < 0.7 * losses[0]
+        assert (skipped, sent) == (int(kind != "zero_one"), 0)
+
+
+@everyone
+def test_buckets_and_schedules_change_nothing_but_the_number_of_collectives(kind: str) -> None:
     for digests, calls in RUN["buckets_do_not_matter", kind]:
         assert digests[0] == digests[1]
         assert calls[1] == 2

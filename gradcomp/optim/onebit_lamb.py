@@ -17,7 +17,7 @@ here each block of 256 elements of one parameter has its own, and C is equivaria
 first coefficient starts ``c_avg`` (there it started from 0). Bias correction as in 1-bit Adam. Memory per parameter: as
 1-bit Adam, and 4 bytes for w.
 
-[Li et al. 2021, arXiv 2104.06069, algorithm 1]
+[Li et al. 2021, arXiv 2104.06069]
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ In local steps a rank whose gradient is not finite adds nothing to its u; the ot
 
 Memory per parameter: as 1-bit Adam, and after the freeze 8 bytes for a and u.
 
-[Lu et al. 2022, arXiv 2202.06009, algorithm 1 and section 6.1]
+[Lu et al. 2022, arXiv 2202.06009, algorithm 1]
 """
 
 from __future__ import annotations
