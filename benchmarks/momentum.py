@@ -2,7 +2,8 @@
 
     python benchmarks/momentum.py --steps 400 --seeds 0 1 2
 
-Equal steps, data, seeds and learning rates; prints a line of JSON per run with final evaluation loss and bytes sent.
+Equal steps, data, seeds and learning rates; prints a line of JSON per run with final evaluation loss and bytes sent. "Lamb" is
+OneBitLamb that never freezes. (results/momentum.jsonl holds no seconds: the machine was busy with other work.)
 """
 
 from __future__ import annotations
