@@ -50,15 +50,18 @@ def work(rank: int, world: int, codes: list[str], folder: str) -> list[tuple[int
         tokens = torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(rank))
         names: dict[str, Any] = {
             "__name__": f"snippet{number}", "torch": torch, "dist": dist, "gradcomp": gradcomp, "model": model,
-            "ddp": DistributedDataParallel(model), "loader": [(tokens, tokens)] * 2,
+            "DistributedDataParallel": DistributedDataParallel, "ddp": DistributedDataParallel(model), "loader": [(tokens, tokens)] * 2,
             "loss_fn": torch.nn.functional.cross_entropy, "print": lambda *args: None,
         }  # fmt: skip
         sys.modules[names["__name__"]] = type(sys)(names["__name__"])
         exec(compile(code, f"README snippet {number}", "exec"), names)
-        ddp, handle = names["ddp"], names["handle"]
+        ddp, handle = names["ddp"], names.get("handle") or names["optimizer"]
         for _ in range(2):
             torch.nn.functional.cross_entropy(ddp(tokens), tokens).backward()
-        flat = torch.cat([p.grad.flatten() for p in ddp.parameters()])
+            if "optimizer" in names:
+                names["optimizer"].step()
+        source = [p.detach() if "optimizer" in names else p.grad for p in ddp.parameters()]
+        flat = torch.cat([tensor.flatten() for tensor in source])
         everyone = [torch.empty_like(flat) for _ in range(world)]
         dist.all_gather(everyone, flat)
         results.append((handle.stats().wire_bytes, all(torch.equal(flat, other) for other in everyone)))
