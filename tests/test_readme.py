@@ -50,7 +50,8 @@ def work(rank: int, world: int, codes: list[str], folder: str) -> list[tuple[int
         tokens = torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(rank))
         names: dict[str, Any] = {
             "__name__": f"snippet{number}", "torch": torch, "dist": dist, "gradcomp": gradcomp, "model": model,
-            "DistributedDataParallel": DistributedDataParallel, "ddp": DistributedDataParallel(model), "loader": [(tokens, tokens)] * 2,
+            "DistributedDataParallel": DistributedDataParallel, "ddp": DistributedDataParallel(model),
+            "loader": [(tokens, tokens)] * 2,
             "loss_fn": torch.nn.functional.cross_entropy, "print": lambda *args: None,
         }  # fmt: skip
         sys.modules[names["__name__"]] = type(sys)(names["__name__"])
