@@ -2,6 +2,7 @@
 
 ``reference``  plain torch, any device; the oracle that the others are compared with
 ``cpu``        numba, one fused pass per kernel, releases the GIL
+``cuda``       own CUDA kernels, launched through CuPy
 """
 
 if __name__ != "gradcomp.kernels":

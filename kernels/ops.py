@@ -102,7 +102,7 @@ class Matrices:
 
 
 class Ops(Protocol):
-    """A kernel backend (a module: ``reference``, ``cpu``). ``name``: ``torch``, ``numba``."""
+    """A kernel backend (a module: ``reference``, ``cpu``, ``cuda``). ``name``: ``torch``, ``numba``, ``cuda``."""
 
     name: str
 

@@ -293,7 +293,7 @@ def cast_decode(values: Tensor, flat: Tensor, gain: float) -> None:
 # --- PowerSGD ---------------------------------------------------------------------------------------------------------
 
 
-def _batches(work: Tensor, matrices: Matrices, p: Tensor, q: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def matrix_batches(work: Tensor, matrices: Matrices, p: Tensor, q: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Views (M [c, m, n], P [c, m, r], Q transposed [c, r, n]) for each group of equal shapes."""
     for count, m, n, r, first, stride, at_p, at_q in matrices.batches:
         yield (
@@ -316,13 +316,13 @@ def lowrank_project(
     """See :meth:`gradcomp.kernels.ops.Ops.lowrank_project`."""
     for part in _parts(blocks.count, blocks.size):
         work.view(-1, blocks.size)[part] = _values(flat, blocks, part, residual, gain, None)
-    for matrix, left, right in _batches(work, matrices, p, q):
+    for matrix, left, right in matrix_batches(work, matrices, p, q):
         torch.bmm(matrix, right.mT, out=left)
 
 
 def lowrank_backproject(work: Tensor, matrices: Matrices, p: Tensor, q: Tensor) -> None:
     """See :meth:`gradcomp.kernels.ops.Ops.lowrank_backproject`."""
-    for matrix, left, right in _batches(work, matrices, p, q):
+    for matrix, left, right in matrix_batches(work, matrices, p, q):
         torch.bmm(left.mT, matrix, out=right)
 
 
@@ -331,7 +331,7 @@ def lowrank_decode(
 ) -> None:
     """See :meth:`gradcomp.kernels.ops.Ops.lowrank_decode`."""
     offsets = iter(matrices.flat.tolist())
-    for matrix, left, right in _batches(work, matrices, p, q):
+    for matrix, left, right in matrix_batches(work, matrices, p, q):
         for i in range(matrix.shape[0]):
             at = next(offsets)
             decoded = flat[at : at + matrix[i].numel()].view_as(matrix[i])

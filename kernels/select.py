@@ -17,8 +17,6 @@ from gradcomp.kernels.ops import Ops
 BACKENDS = ("auto", "torch", "numba", "cuda")
 """Names that :func:`get_ops` takes."""
 
-_NO_CUDA = "CUDA kernels are not in this release; use backend='torch', which runs on CUDA tensors"
-
 
 @functools.cache
 def _load_numba() -> tuple[Ops | None, str]:
@@ -30,31 +28,48 @@ def _load_numba() -> tuple[Ops | None, str]:
     return cpu, "available"
 
 
+@functools.cache
+def _load_cuda() -> tuple[Ops | None, str]:
+    """The CUDA backend, or None and the reason. It imports CuPy, which costs 0.4 s, so it happens on first use."""
+    from gradcomp.kernels import cuda
+
+    reason = cuda.missing()
+    return (cuda, "available") if reason is None else (None, reason)
+
+
+_LOADERS = {"cpu": ("numba", _load_numba), "cuda": ("cuda", _load_cuda)}
+"""The fast backend of each type of device."""
+
+
 def backend_name(device: torch.device, backend: str = "auto") -> str:
-    """Name of the backend that :func:`get_ops` returns for the same arguments: ``torch`` or ``numba``."""
+    """Name of the backend that :func:`get_ops` returns for the same arguments: ``torch``, ``numba`` or ``cuda``."""
     return get_ops(device, backend).name
 
 
 def get_ops(device: torch.device, backend: str = "auto") -> Ops:
-    """The kernels for tensors on ``device``. ``auto``: numba for CPU tensors where it imports, else torch."""
+    """The kernels for tensors on ``device``. ``auto``: numba (CPU) or cuda (CUDA) where it imports, else torch."""
     if backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: allowed are {', '.join(BACKENDS)}")
-    if backend == "torch":
+    fast, load = _LOADERS.get(device.type, ("torch", None))
+    if backend == "torch" or (backend == "auto" and load is None):
         return reference
-    if backend == "cuda":
-        raise UnsupportedError(_NO_CUDA)
-    if device.type != "cpu":
-        if backend == "numba":
-            raise UnsupportedError(f"backend 'numba' serves CPU tensors, not {device}; use backend='torch' or 'auto'")
-        return reference
-    ops, reason = _load_numba()
+    if backend not in ("auto", fast) or load is None:
+        served = "CPU" if backend == "numba" else "CUDA"
+        raise UnsupportedError(
+            f"backend {backend!r} serves {served} tensors, not {device}; use backend='torch' or 'auto'"
+        )
+    ops, reason = load()
     if ops is not None:
         return ops
-    if backend == "numba":
-        raise UnsupportedError(f"backend 'numba' cannot be used: {reason}")
+    if backend == fast:
+        raise UnsupportedError(f"backend {backend!r} cannot be used: {reason}")
     return reference
 
 
 def available() -> dict[str, str]:
     """Each backend and ``available``, or the reason why not."""
-    return {"torch": "available", "numba": _load_numba()[1], "cuda": _NO_CUDA}
+    if torch.cuda.is_available():
+        cuda = _load_cuda()[1]
+    else:
+        cuda = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+    return {"torch": "available", "numba": _load_numba()[1], "cuda": cuda}

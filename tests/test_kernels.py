@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import gradcomp.kernels
+import gradcomp.kernels.cuda
 from gradcomp.errors import UnsupportedError
 from gradcomp.kernels import reference, select
 from gradcomp.kernels.ops import Blocks, Matrices, Ops, Segments, ShardLayout
 
-AVAILABLE = [name for name, state in select.available().items() if state == "available"]
+# "cuda" is tested by test_cuda_kernels.py, which runs the tests of this file once more.
+AVAILABLE = [name for name, state in select.available().items() if state == "available" and name != "cuda"]
 CPU = torch.device("cpu")
 BITS = (1, 4, 8)
 INF, NAN = math.inf, math.nan
@@ -820,15 +821,49 @@ def test_numba_without_avx512(processor: str) -> None:
 
 def test_backends_are_chosen_by_name_and_device() -> None:
     assert select.get_ops(CPU, "torch") is reference
-    assert select.backend_name(torch.device("cuda", 0)) == "torch"
+    gpu = torch.device("cuda", 0)
+    assert select.get_ops(gpu, "torch") is reference
+    assert select.backend_name(torch.device("meta")) == "torch"
     assert select.backend_name(CPU) == ("numba" if "numba" in AVAILABLE else "torch")
     assert set(select.available()) == set(select.BACKENDS) - {"auto"}
     with pytest.raises(ValueError, match="backend='fortran': allowed are auto, torch, numba, cuda"):
         select.get_ops(CPU, "fortran")
-    with pytest.raises(UnsupportedError, match="not in this release; use backend='torch'"):
-        select.get_ops(torch.device("cuda", 0), "cuda")
     with pytest.raises(UnsupportedError, match="serves CPU tensors, not cuda:0"):
-        select.get_ops(torch.device("cuda", 0), "numba")
+        select.get_ops(gpu, "numba")
+    with pytest.raises(UnsupportedError, match="serves CUDA tensors, not cpu"):
+        select.get_ops(CPU, "cuda")
+
+
+@pytest.mark.parametrize("version", ["12.9", "13.0", None])
+def test_without_cupy(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    select._load_cuda.cache_clear()
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    gpu, extra = torch.device("cuda", 0), "cuda12" if version == "12.9" else "cuda13"
+    try:
+        assert select.get_ops(gpu) is reference
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert f"pip install 'gradcomp[{extra}]'" in select.available()["cuda"]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        reason = "torch was built without CUDA" if version is None else "torch sees no CUDA device"
+        assert select.available()["cuda"] == reason
+        with pytest.raises(UnsupportedError, match=rf"'cuda' cannot be used: .*pip install 'gradcomp\[{extra}\]'"):
+            select.get_ops(gpu, "cuda")
+    finally:
+        select._load_cuda.cache_clear()
+
+
+def test_with_cupy_cuda_tensors_get_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    select._load_cuda.cache_clear()
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(gradcomp.kernels.cuda, "missing", lambda: None)
+    try:
+        assert select.backend_name(gpu) == select.backend_name(gpu, "cuda") == "cuda"
+        assert select.get_ops(gpu, "torch") is reference
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert select.available()["cuda"] == "available"
+    finally:
+        select._load_cuda.cache_clear()
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
