@@ -83,6 +83,28 @@ def test_ddp_on_a_subgroup_averages_over_the_subgroup(schedule: str) -> None:
         assert (world, rank) == (2, place)
 
 
+def on_a_mesh(rank: int, world: int) -> Any:
+    """DDP over one dimension of a 2 x 2 device mesh: two replicas each of two models."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+    ddp = workers.wrap(Net(), device_mesh=mesh["data"])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = gradcomp.register(ddp, "int8", backend=workers.BACKEND)
+    workers.train(ddp, optimizer, range(3), rank)
+    return handle.stats().world_size, mesh["data"].get_group().rank(), workers.digest(ddp)
+
+
+MESH = Battery(4, {"mesh": (on_a_mesh, ())})
+
+
+def test_ddp_on_a_device_mesh_averages_over_its_dimension() -> None:
+    results = MESH["mesh"]
+    assert [(world, rank) for world, rank, _ in results] == [(2, 0), (2, 1)] * 2
+    digests = [digest for *_, digest in results]
+    assert digests[0] == digests[1]
+    assert digests[2] == digests[3]
+    assert digests[0] != digests[2]  # the two groups saw different data
+
+
 def test_one_rank_changes_nothing_and_sends_nothing() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -94,9 +94,8 @@ def test_cuda_kernels_on_cpu_tensors_by_name() -> None:
 
 
 def test_numba_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        select, "_load_numba", lambda: (None, "No module named 'numba'; install it with: pip install numba")
-    )
+    missing = "No module named 'numba'; install it with: pip install numba"
+    monkeypatch.setitem(select._LOADERS, "cpu", ("numba", lambda: (None, missing)))
     with pytest.raises(UnsupportedError, match="'numba' cannot be used: No module named 'numba'; install it"):
         register(backend="numba")
     assert register(backend="auto").stats().backend == "torch"
