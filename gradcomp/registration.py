@@ -17,10 +17,11 @@ from torch import Tensor
 
 from gradcomp import wire
 from gradcomp.bucket import Parameter, ParameterTable, Slot
+from gradcomp.checkpoint import STATE_FORMAT, agree_on_states
 from gradcomp.collectives import Group
 from gradcomp.compressors.base import require
 from gradcomp.engine import BucketExchange, Context
-from gradcomp.errors import ConfigError, GradcompError, MismatchError, UnsupportedError
+from gradcomp.errors import ConfigError, GradcompError, UnsupportedError
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
 from gradcomp.registry import Spec, format_spec, parse_spec
@@ -32,7 +33,6 @@ from gradcomp.stats import Counters, Stats
 SpecLike: TypeAlias = "Spec | Callable[[int], Spec]"
 """A spec string, a config object, or a pure function from the step to one (the same on all ranks)."""
 
-STATE_FORMAT = 1
 _NORM_EVERY = 50
 _log = logging.getLogger("gradcomp")
 
@@ -194,27 +194,10 @@ class Handle:
         """
         self._between_steps("load_state_dict()")
         states = [state] if isinstance(state, Mapping) else list(state)
-        problem = self._problem_with(states)
-        brought = [(s["world"], s["rank"], s["step"]) for s in states] if problem is None else []
-        everyone = self.group.gather_object((problem, brought), "handle.load_state_dict()")
-        problems = [f"rank {rank}: {said}" for rank, (said, _) in enumerate(everyone) if said is not None]
-        if problems:
-            raise ConfigError("load_state_dict: " + "; ".join(problems))
-        items = [item for _, brought in everyone for item in brought]
-        if len({(world, step) for world, _, step in items}) != 1:
-            raise MismatchError(f"load_state_dict: states of different (world size, rank, step) were passed: {items}")
-        world, _, step = items[0]
-        if sorted(rank for _, rank, _ in items) != list(range(world)):
-            raise ConfigError(
-                f"load_state_dict: allowed is the state of each of the {world} ranks that saved, once, over all ranks; got "
-                f"those of ranks {sorted(rank for _, rank, _ in items)}. Save handle.state_dict() on every rank"
-            )
-        exact = world == self.group.world and all(
-            len(theirs) == 1 and theirs[0][1] == rank for rank, (_, theirs) in enumerate(everyone)
-        )
+        step, exact = agree_on_states(self.group, self._memory, states)
         self._memory.load_state_dicts(states, exact)
         self._exchanges.clear()
-        self._step = int(step)
+        self._step = step
         self._replay = LayoutReplay(states[0]["layout"]) if exact else None
 
     def close(self) -> None:
@@ -380,19 +363,6 @@ class Handle:
         table = [(p.name, p.shape, str(p.dtype)) for p in self._table.by_name.values()]
         rules = [repr(rule) for rule in self._rules]
         return f"{spec!r}, warm-up {self._warmup}, rules {rules}, model of {len(table)} parameters ({wire.checksum(table):#010x})"
-
-    def _problem_with(self, states: Sequence[Mapping[str, Any]]) -> str | None:
-        for state in states:
-            said = state.get("format") if isinstance(state, Mapping) else type(state).__name__
-            if said != STATE_FORMAT:
-                return f"format={said!r}: allowed is {STATE_FORMAT}; is this a gradcomp state_dict?"
-            if not isinstance(state.get("step"), int) or not isinstance(state.get("layout"), list):
-                return "state_dict is incomplete or damaged; allowed is what handle.state_dict() returned"
-            try:
-                self._memory.check(state)
-            except ConfigError as error:
-                return str(error)
-        return None
 
     def _warn_of(self, optimizer: torch.optim.Optimizer) -> None:
         compressor, _ = parse_spec(self._spec_at(0))
