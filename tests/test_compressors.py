@@ -30,8 +30,6 @@ SPECS = [
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_contract(spec: str, backend: str) -> None:
-    if spec == "powersgd:error_feedback=false,rank=32":
-        pytest.skip("rank 32 without feedback keeps only part of a random matrix: its error is checked below")
     check_compressor(spec, backend)
 
 
