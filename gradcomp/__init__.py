@@ -9,7 +9,8 @@ See README.md for when that helps, ``gradcomp list`` for the compressors and ``g
 
 from gradcomp.compressors.base import Compressor
 from gradcomp.errors import ConfigError, ExchangeError, GradcompError, MismatchError, UnsupportedError
-from gradcomp.integrations.ddp import ddp_hook, register
+from gradcomp.integrations.ddp import ddp_hook
+from gradcomp.integrations.dispatch import register
 from gradcomp.registration import Handle
 from gradcomp.registry import compressor_names, format_spec, parse_spec, register_compressor
 from gradcomp.rules import Rule

@@ -373,5 +373,5 @@ class Handle:
                 f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge worse than uncompressed ones: "
                 "what compression gets wrong goes into the second moment as well (measured: README, 'What 1-bit and Top-K "
                 "cost'). int8, int4 and powersgd do not have this problem.",
-                stacklevel=6,  # the call of register()
+                stacklevel=7,  # the call of gradcomp.register()
             )

@@ -1,6 +1,7 @@
 """Integrations: the only place that knows a trainer; each module puts compression into one of them.
 
-``ddp``  :class:`torch.nn.parallel.DistributedDataParallel`, through its communication hook
+``ddp``       :class:`torch.nn.parallel.DistributedDataParallel`, through its communication hook
+``dispatch``  :func:`gradcomp.register`: the right one of them for a model
 """
 
 if __name__ != "gradcomp.integrations":

@@ -142,7 +142,7 @@ def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options
         raise UnsupportedError(_PYTHON_REDUCER)
     delayed = getattr(ddp, "_delay_all_reduce_params", None)
     if delayed:
-        warnings.warn("gradcomp: delay_all_reduce_named_params bypass the hook and stay uncompressed", stacklevel=4)
+        warnings.warn("gradcomp: delay_all_reduce_named_params bypass the hook and stay uncompressed", stacklevel=5)
     embeddings = {
         id(module.weight)
         for module in ddp.module.modules()

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradcomp.demo import data, models
 from gradcomp.demo.settings import Settings
 from gradcomp.errors import GradcompError
-from gradcomp.integrations.ddp import register
+from gradcomp.integrations.dispatch import register
 from gradcomp.registration import Handle
 
 Emit = Callable[[str, Any], None]
