@@ -1,0 +1,152 @@
+"""The benchmarks run, write valid rows, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import links  # noqa: E402
+import schema  # noqa: E402
+
+CANNOT_ISOLATE = links.why_not()
+needs_links = pytest.mark.skipif(CANNOT_ISOLATE is not None, reason=f"shaped links: {CANNOT_ISOLATE}")
+
+
+# ---------------------------------------------------------------- rows
+def make(**changes: object) -> schema.Row:
+    values = {"config": {"spec": "int8", "sizes": [1, 2]}, "seed": 3, "measured": {"loss": 0.5}, **changes}
+    return schema.Row.make("test", **values)  # type: ignore[arg-type]
+
+
+def test_rows_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    rows = [
+        make(measured={"step_ms": schema.quantiles([3.0, 1.0, 2.0]), "wire_bytes": 10, "curve": [[1, 2.5], [2, 2.0]]}),
+        make(measured={}, error="diverged at step 7"),
+    ]
+    schema.append(path, rows[:1])
+    schema.append(path, rows[1:])
+    assert schema.read(path) == rows
+    assert schema.read(path)[0].number("step_ms") == 2.0
+    assert rows[0].versions["torch"]
+    assert rows[0].machine.cores >= 1
+
+
+def test_quantiles() -> None:
+    found = schema.quantiles([float(i) for i in range(100, -1, -1)])
+    assert (found.p20, found.p50, found.p80, found.n) == (20.0, 50.0, 80.0, 101)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"measured": {}}, "must say in `error` why"),
+        ({"measured": {"loss": float("nan")}}, "finite number"),
+        ({"seed": -1}, "greater than or equal to 0"),
+        ({"config": {"spec": {"nested": 1}}}, "valid string"),
+    ],
+)
+def test_rows_that_mean_nothing_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make(**changes)
+
+
+def test_a_broken_file_is_refused_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    schema.append(path, [make()])
+    path.write_text(path.read_text() + path.read_text().replace('"seed"', '"sead"'))
+    with pytest.raises(ValueError, match=r"line 2: .*"):
+        schema.read(path)
+
+
+# ---------------------------------------------------------------- links
+PROBE = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import links
+links.isolate()
+with links.star(2, 0.1) as star:
+    rate = "import subprocess; print(subprocess.check_output(['tc', 'qdisc', 'show'], text=True))"
+    star.launch([sys.executable, "-c", "import os; print(os.environ['RANK'], os.environ['MASTER_ADDR']);" + rate], print)
+    try:
+        star.launch([sys.executable, "-c", "import os; assert os.environ['RANK'] == '0', 'rank 1 fails'"], print)
+    except links.LinksError as error:
+        print(error)
+    print("waiting", flush=True)
+    star.launch(["sleep", sys.argv[2]], print)
+"""
+SLEEP = f"1234567.{os.getpid()}"
+
+
+def left_behind() -> list[str]:
+    """Interfaces of a star on this machine, and ranks of the probe that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().split(b"\0")[:-1]
+            found += [path.parent.name] * (command == [b"sleep", SLEEP.encode()])
+        except OSError:  # it has ended
+            continue
+    return found + [device for device in os.listdir("/sys/class/net") if device in ("switch", "port0", "port1")]
+
+
+@needs_links
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_links_work_and_nothing_is_left_however_the_program_ends(how: signal.Signals) -> None:
+    before = left_behind()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROBE, str(BENCHMARKS), SLEEP], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line == "waiting\n":
+                break
+        text = "".join(said)
+        assert text.startswith("0 10.77.0.1\n")
+        assert "qdisc tbf" in text
+        assert "rate 100Mbit" in text
+        assert "rank 1: exit code 1" in text
+        assert "AssertionError: rank 1 fails" in text
+        assert "rank 0:" not in text
+        while not left_behind():  # the sleeping ranks are outside this process's namespaces, but seen from here
+            time.sleep(0.02)
+        # Ctrl-C reaches every process of the terminal, other signals the program alone
+        os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
+        process.wait(20)
+        assert process.returncode in (128 + how, -how)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+    deadline = time.monotonic() + 20
+    while left_behind() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left_behind() == before
+
+
+def test_links_refuse_without_isolation() -> None:
+    with pytest.raises(links.LinksError, match="isolate"), links.star(2, 1.0):
+        pass
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="changes its user, so it must be root")
+def test_without_root_the_message_says_what_to_do() -> None:
+    code = "import os, sys; sys.path.insert(0, sys.argv[1]); import links; os.seteuid(65534); print(links.why_not())"
+    done = subprocess.run([sys.executable, "-c", code, str(BENCHMARKS)], capture_output=True, text=True, check=True)
+    assert "needs root" in done.stdout
+    assert "sudo" in done.stdout
