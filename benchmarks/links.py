@@ -118,12 +118,14 @@ class Star:
             )
 
     def shape(self, gigabits: float, latency_ms: float = 0.0) -> None:
-        """Limit every link to ``gigabits`` per second each way; ``latency_ms`` is that of a packet from rank to rank."""
+        """Limit every link to ``gigabits`` per second each way, 0: not at all; ``latency_ms``: from rank to rank, one way."""
         # A bucket this large lets 64 kB packets through in one piece; a larger one would let small messages pass for free.
         rate = f"rate {round(gigabits * 1e6)}kbit burst {max(64, round(128 * gigabits))}kb latency 50ms"
         for i, host in enumerate(self.hosts):
             for command, device in (("tc", f"port{i}"), (f"tc -n {host.namespace}", host.interface)):
                 _quiet(f"{command} qdisc del dev {device} root".split())
+                if not gigabits:
+                    continue
                 if latency_ms:
                     _run(
                         f"{command} qdisc add dev {device} root handle 1: netem delay {latency_ms / 2:g}ms limit 100000",

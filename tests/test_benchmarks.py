@@ -150,3 +150,36 @@ def test_without_root_the_message_says_what_to_do() -> None:
     done = subprocess.run([sys.executable, "-c", code, str(BENCHMARKS)], capture_output=True, text=True, check=True)
     assert "needs root" in done.stdout
     assert "sudo" in done.stdout
+
+
+# ---------------------------------------------------------------- each benchmark, quickly
+def quick(name: str, out: Path, *options: str) -> list[schema.Row]:
+    """Run a benchmark's quick mode as a user would; its rows."""
+    command = [sys.executable, str(BENCHMARKS / name), "--quick", "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return schema.read(out)
+
+
+@pytest.mark.timeout(300)
+@needs_links
+def test_network(tmp_path: Path) -> None:
+    rows = quick("network.py", tmp_path / "rows.jsonl")
+    assert [row.config["exchange"] for row in rows] == ["no communication", "onebit"]
+    assert all(row.error is None and row.config["gigabits"] == 1.0 for row in rows)
+    sent = rows[1].number("payload_bytes")
+    assert 1.4e6 < sent < 1.6e6  # 10.5 M parameters at 1.125 bit, in two phases of half of it each
+    assert sent < rows[1].number("link_bytes") < 1.1 * sent
+    # the link was shaped: what was sent cannot have taken less than it takes at this speed (the bucket passes for free)
+    assert rows[1].number("step_ms") > 8e-6 * (sent - 2 * 128e3)
+
+
+def test_network_without_root_says_so() -> None:
+    code = (
+        "import os, runpy, sys; os.geteuid = lambda: 1000; sys.path.insert(0, sys.argv[1]); sys.argv = ['network.py'];"
+        "runpy.run_module('network', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(BENCHMARKS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "network.py: needs root, to make network namespaces: run it with sudo" in done.stderr
+    assert "Traceback" not in done.stderr
