@@ -8,7 +8,7 @@ complex, sparse and strided parameters. Blocks never span parameters, and a bloc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,13 +19,22 @@ from gradcomp.kernels.ops import Blocks
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in a flat bucket (``offset`` and ``numel`` in elements, in memory order)."""
+    """One parameter's place in a flat bucket (``offset`` and ``numel`` in elements, in memory order).
+
+    In the input of a reduce-scatter a slot is one rank's piece of a parameter; ``owner`` is that rank.
+    """
 
     name: str
     offset: int
     numel: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    owner: int | None = None
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter that the slot is (a piece of)."""
+        return self.name if self.owner is None else self.name.rpartition("#")[0]
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -39,23 +48,63 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What the engine knows of a parameter. ``embedding``: its rows are looked up, so most gradient rows are zero."""
+    """What the engine knows of a parameter. ``embedding``: its rows are looked up, so most gradient rows are zero.
+
+    ``chunk``: the trainer reduce-scatters gradients, and this many elements of the flattened parameter are one rank's (the
+    last ranks may have fewer, or none).
+    """
 
     name: str
     numel: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     embedding: bool = False
+    chunk: int | None = None
+
+    def pieces(self, world: int) -> list[Parameter]:
+        """The parameter itself, or what each of ``world`` ranks has of it."""
+        if self.chunk is None:
+            return [self]
+        sizes = [min(self.chunk, max(0, self.numel - rank * self.chunk)) for rank in range(world)]
+        return [
+            replace(self, name=f"{self.name}#{rank}", numel=size, shape=(size,), chunk=None)
+            for rank, size in enumerate(sizes)
+        ]
+
+
+def shard_slots(parameters: Sequence[Parameter], world: int) -> tuple[list[Slot], int]:
+    """The slots of a reduce-scatter's input, and the length L of its rows.
+
+    The input is [W * L]: row r holds rank r's piece of each of ``parameters``, in their order, each padded to ``chunk``.
+    """
+    row = sum(parameter.chunk or 0 for parameter in parameters)
+    slots, start = [], 0
+    for parameter in parameters:
+        for rank, piece in enumerate(parameter.pieces(world)):
+            slots.append(Slot(piece.name, rank * row + start, piece.numel, piece.shape, (1,), rank))
+        start += parameter.chunk or 0
+    return slots, row
 
 
 class ParameterTable:
-    """All parameters in declaration order, which is the same on all ranks and in all buckets."""
+    """All parameters in declaration order, which is the same on all ranks and in all buckets.
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.by_name: Mapping[str, Parameter] = {parameter.name: parameter for parameter in parameters}
-        if len(self.by_name) != len(parameters):
+    ``whole``: the parameters; ``by_name``: what slots and residuals are named by, pieces where gradients are
+    reduce-scattered among ``world`` ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], world: int = 1) -> None:
+        self.whole: Mapping[str, Parameter] = {parameter.name: parameter for parameter in parameters}
+        if len(self.whole) != len(parameters):
             raise ValueError("parameter names are not unique")
+        self.scatters = any(parameter.chunk is not None for parameter in parameters)
+        self._pieces = {parameter.name: parameter.pieces(world) for parameter in parameters}
+        self.by_name: Mapping[str, Parameter] = {p.name: p for pieces in self._pieces.values() for p in pieces}
         self._first_blocks: dict[int, dict[str, int]] = {}
+
+    def pieces(self, name: str) -> Sequence[Parameter]:
+        """The names and sizes under which slots and residuals of the parameter ``name`` go."""
+        return self._pieces[name]
 
     def first_block(self, name: str, size: int) -> int:
         """Number of blocks of ``size`` elements in all parameters declared before ``name``."""
@@ -84,7 +133,7 @@ class BlockSpan:
 def cut_blocks(
     slots: Sequence[Slot], table: ParameterTable, size: int, rank: int, world: int, device: torch.device
 ) -> tuple[Blocks, tuple[BlockSpan, ...]]:
-    """Cut ``slots`` into blocks of at most ``size`` elements and deal them out round-robin to the ranks."""
+    """Cut ``slots`` into blocks of at most ``size`` elements and deal them out: to the slot's owner, else round-robin."""
     counts = np.array([-(-slot.numel // size) for slot in slots], dtype=np.int64)
     nb = int(counts.sum())
     slot_of = np.repeat(np.arange(len(slots)), counts)
@@ -96,7 +145,8 @@ def cut_blocks(
     length = np.minimum(size, numels[slot_of] - within * size).astype(np.int32)
     firsts = np.array([table.first_block(slot.name, size) for slot in slots], dtype=np.int64)
     number = firsts[slot_of] + within
-    owner = number % world
+    given = np.array([-1 if slot.owner is None else slot.owner for slot in slots], dtype=np.int64)[slot_of]
+    owner = np.where(given >= 0, given, number % world)
 
     shares = np.bincount(owner, minlength=world)
     order = np.argsort(owner, kind="stable")
@@ -188,3 +238,37 @@ class Runs:
         if self._index is not None and self._place is not None:
             source = values[: self.numel] if self._index.numel() == self.numel else values.index_select(0, self._place)
             flat.index_copy_(0, self._index, source)
+
+
+def owned_blocks(blocks: Blocks, rank: int, row: int) -> Blocks:
+    """This rank's blocks of a reduce-scatter's input, to decode one rank's shard into this rank's row [L] of the result."""
+    mine = torch.nonzero(blocks.position // blocks.per_shard == rank).view(-1) if blocks.per_shard else blocks.start
+    return replace(
+        blocks,
+        world=1,
+        start=blocks.start[mine] - rank * row,
+        length=blocks.length[mine],
+        position=blocks.position[mine] - rank * blocks.per_shard,
+        number=blocks.number[mine],
+    )
+
+
+class RowRuns:
+    """Slots of a reduce-scatter's input, compact: row r is what rank r owns, padded with zeros to :attr:`share`."""
+
+    def __init__(self, slots: Sequence[Slot], rank: int, world: int, row: int, device: torch.device) -> None:
+        owned = [[slot for slot in slots if slot.owner == owner] for owner in range(world)]
+        self._rows = [Runs(mine, device) for mine in owned]
+        self._mine = Runs([replace(slot, offset=slot.offset - rank * row) for slot in owned[rank]], device)
+        self.share = max(runs.numel for runs in self._rows)
+
+    def gather(self, flat: Tensor, out: Tensor) -> None:
+        """Copy the slots of ``flat`` [W * L] to ``out`` [W, share]."""
+        for runs, values in zip(self._rows, out, strict=True):
+            if runs.numel:
+                runs.gather(flat, values)
+
+    def put(self, values: Tensor, shard: Tensor) -> None:
+        """Copy this rank's ``values`` [share] to its places in ``shard`` [L]."""
+        if self._mine.numel:
+            self._mine.scatter(values, shard)

@@ -1,8 +1,9 @@
 """Collectives as requests, and the only caller of ``torch.distributed``'s collectives.
 
-A compressor yields requests (:class:`AllReduce`, :class:`AllToAll`, :class:`AllGather`); a schedule issues them through a
-:class:`Group`, which counts every byte that this rank puts on the network. Volumes per rank (N ranks, M bytes in the
-send buffer): ring all-reduce ``2 (N-1)/N M``, all-to-all ``(N-1)/N M``, all-gather ``(N-1) M``.
+A compressor yields requests (:class:`AllReduce`, :class:`AllToAll`, :class:`AllGather`, :class:`ReduceScatter`); a
+schedule issues them through a :class:`Group`, which counts every byte that this rank puts on the network. Volumes per rank
+(N ranks, M bytes in the send buffer): ring all-reduce ``2 (N-1)/N M``, all-to-all and reduce-scatter ``(N-1)/N M``,
+all-gather ``(N-1) M``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,20 @@ class AllGather:
         return (world - 1) * self.send.numel()
 
 
-Collective = AllReduce | AllToAll | AllGather
+@dataclass(slots=True)
+class ReduceScatter:
+    """``recv`` [L] becomes the sum over the ranks of row r of ``send`` [W * L], r being this rank."""
+
+    send: Tensor
+    recv: Tensor
+    final: bool = False
+
+    def wire_bytes(self, world: int) -> int:
+        """Bytes that each rank sends."""
+        return (world - 1) * self.send.numel() * self.send.element_size() // world
+
+
+Collective = AllReduce | AllToAll | AllGather | ReduceScatter
 
 
 class Pending:
@@ -107,8 +121,10 @@ class Group:
                 work = dist.all_reduce(request.tensor, group=self.process_group, async_op=True)
             elif isinstance(request, AllToAll):
                 work = dist.all_to_all_single(request.recv, request.send, group=self.process_group, async_op=True)
-            else:
+            elif isinstance(request, AllGather):
                 work = _all_gather(request.recv, request.send, self.process_group)
+            else:
+                work = _reduce_scatter(request.recv, request.send, self.process_group)
         except RuntimeError as error:
             raise _exchange_error(what, error) from error
         assert work is not None  # None only outside the group, where nobody calls this
@@ -167,6 +183,17 @@ def _find_all_gather(module: Any) -> Callable[..., Any]:
     return found
 
 
+def _find_reduce_scatter(module: Any) -> Callable[..., Any]:
+    """As :func:`_find_all_gather`, for reduce_scatter_tensor."""
+    found: Callable[..., Any] = getattr(module, "reduce_scatter_single", None) or module.reduce_scatter_tensor
+    return found
+
+
 def _all_gather(recv: Tensor, send: Tensor, process_group: dist.ProcessGroup) -> dist.Work | None:
     work: dist.Work | None = _find_all_gather(dist)(recv, send, group=process_group, async_op=True)
+    return work
+
+
+def _reduce_scatter(recv: Tensor, send: Tensor, process_group: dist.ProcessGroup) -> dist.Work | None:
+    work: dist.Work | None = _find_reduce_scatter(dist)(recv, send, group=process_group, async_op=True)
     return work

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.bucket import ParameterTable, Runs, Slot
-from gradcomp.collectives import AllGather, AllReduce
+from gradcomp.bucket import ParameterTable, RowRuns, Runs, Slot
+from gradcomp.collectives import AllGather, AllReduce, ReduceScatter
 from gradcomp.compressors.base import Compressor, Part
 from gradcomp.kernels.ops import Ops
 from gradcomp.memory import Memory
@@ -44,10 +44,16 @@ class BucketExchange:
         slots: the parameters in the bucket.
         buffer: its flat gradient tensor (any dtype; sparse and complex ones are only ever all-reduced).
         choices: per parameter name; None to all-reduce the bucket as it is.
+        row: length of a rank's shard of ``buffer``, for a reduce-scatter; None for an all-reduce.
     """
 
     def __init__(
-        self, slots: Sequence[Slot], buffer: Tensor, choices: Mapping[str, Choice] | None, context: Context
+        self,
+        slots: Sequence[Slot],
+        buffer: Tensor,
+        choices: Mapping[str, Choice] | None,
+        context: Context,
+        row: int | None = None,
     ) -> None:
         self.ok = True
         self._context = context
@@ -55,7 +61,7 @@ class BucketExchange:
         groups: dict[str, list[Slot]] = {}
         exact: list[Slot] = []
         for slot in slots:
-            spec = choices[slot.name].spec if choices is not None and slot.numel else "none"
+            spec = choices[slot.parameter].spec if choices is not None and slot.numel else "none"
             (exact if spec == "none" else groups.setdefault(spec, [])).append(slot)
 
         self.compressed = bool(groups)
@@ -67,6 +73,8 @@ class BucketExchange:
         as_it_is = not groups or buffer.dtype == torch.float32
         self._flat = None if as_it_is else torch.zeros(buffer.numel(), device=buffer.device)
         flat = buffer if self._flat is None else self._flat
+        self._row = row
+        self._shard = None if as_it_is or row is None else torch.zeros(row, device=buffer.device)
         self.slots = slots
         self._finite = torch.ones(1, dtype=torch.int32, device=buffer.device)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=buffer.device)
@@ -81,20 +89,28 @@ class BucketExchange:
             part = Part(
                 slots=members, exact_slots=riders, table=context.table, rank=context.rank, world=context.world,
                 device=buffer.device, ops=context.ops, memory=context.memory, spec=wire.checksum(spec),
-                layout=self._layout, flat=flat, finite=self._finite, saturated=self.saturated,
+                layout=self._layout, flat=flat, finite=self._finite, saturated=self.saturated, row=row,
             )  # fmt: skip
             self._parts.append(compressor(config, part))
 
-        # riders that no compressor of this bucket carries get an all-reduce of their own
-        self._exact = Runs(exact, buffer.device)
-        self._exact_values = torch.zeros(self._exact.numel, device=buffer.device)
+        # riders that no compressor of this bucket carries get a collective of their own
+        self._exact: Runs | RowRuns
+        if row is None:
+            self._exact = Runs(exact, buffer.device)
+            self._exact_values = torch.zeros(self._exact.numel, device=buffer.device)
+        else:
+            self._exact = RowRuns(exact, context.rank, context.world, row, buffer.device)
+            self._exact_values = torch.zeros(context.world, self._exact.share, device=buffer.device)
         # residuals that the chosen compressors do not read would be lost: send them with the next step
         self.feeds_back = any(compressor.feeds_back for compressor in self._parts)
         reads = {slot.name for c in self._parts if c.feeds_back for slot in c.part.slots}
         self._leftover = [s for s in slots if s.name not in reads and context.memory.read_worker(s.name) is not None]
 
-    def run(self, buffer: Tensor, step: int, scale: float) -> Exchange:
-        """Replace ``buffer`` by the compressed mean; ``scale`` is the loss scale in it."""
+    def run(self, buffer: Tensor, step: int, scale: float, out: Tensor | None = None) -> Exchange:
+        """Replace ``buffer`` by the compressed mean; ``scale`` is the loss scale in it.
+
+        In a reduce-scatter ``out`` [row] becomes this rank's row of the mean, and ``buffer`` is left with anything.
+        """
         self.ok = True
         if self._fresh:
             yield from self._handshake(buffer.device, step)
@@ -105,6 +121,10 @@ class BucketExchange:
             if residual is not None:
                 flat[slot.offset : slot.offset + slot.numel].add_(residual, alpha=scale)
 
+        if out is not None:
+            yield from self._run_scatter(flat, step, scale, out)
+            return
+        assert isinstance(self._exact, Runs)
         if self._exact.numel:
             self._exact.gather(flat, self._exact_values)
             self._exact_values.mul_(1.0 / self._context.world)
@@ -131,6 +151,35 @@ class BucketExchange:
             self.ok = _is_finite(flat)  # other buckets' residuals, and whether the trainer skips the step, depend on it
         if self._flat is not None:
             buffer.copy_(self._flat)
+
+    def _run_scatter(self, flat: Tensor, step: int, scale: float, out: Tensor) -> Exchange:
+        shard = out if self._shard is None else self._shard
+        shard.zero_()
+        assert isinstance(self._exact, RowRuns)
+        exact = not self.compressed or self._exact.share > 0
+        if exact and self._memory.active:  # each rank sees its own shard only, but residuals depend on all of them
+            finite = torch.tensor([float(_is_finite(flat))], device=flat.device)
+            yield AllReduce(finite)
+            self.ok = float(finite) == self._context.world
+        if self._exact.share:
+            self._exact.gather(flat, self._exact_values)
+            values = self._exact_values.new_zeros(self._exact.share)
+            yield ReduceScatter(self._exact_values.mul_(1.0 / self._context.world).view(-1), values)
+            self._exact.put(values, shard)
+        for compressor in self._parts:
+            part = compressor.part
+            part.flat, part.shard, part.step, part.scale = flat, shard, step, scale
+            part.begin()
+            for request in compressor.reduce_scatter():
+                request.final = request.final and compressor is self._parts[-1]
+                yield request
+            self.ok = self.ok and part.ok
+        if exact and not self._memory.active:
+            self.ok = self.ok and _is_finite(shard)
+        if not self.ok:
+            shard.fill_(float("nan"))
+        if self._shard is not None:
+            out.copy_(self._shard)
 
     @staticmethod
     def _is_used(flat: Tensor, slot: Slot) -> Tensor:

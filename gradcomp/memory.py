@@ -12,8 +12,10 @@ server residual that can no longer stay where it is (other block size, other wor
 rank that holds it, times the world size.
 
 Every buffer is double: a step reads ``current`` and writes ``next``. :meth:`Memory.commit` swaps them when the step was
-finite on all ranks; otherwise nothing moves. :meth:`Memory.rollback` undoes the last commit for a trainer that skipped
-the step. That costs 8 bytes per parameter instead of 4, and one pass less than recomputing.
+finite on all ranks; otherwise nothing moves. That costs 8 bytes per parameter instead of 4, and one pass less than
+recomputing. A trainer that decides later whether a step counts (DeepSpeed) says :meth:`Memory.begin` before it and, if it
+skipped the step, :meth:`Memory.rollback` after it. Where several exchanges make a step, the second one copies what the
+step began with to a third buffer.
 """
 
 from __future__ import annotations
@@ -40,10 +42,33 @@ class Buffer:
     next: Tensor
     tag: int
     written: bool = False
+    commits: int = 0
+    saved: Tensor | None = None
+
+    def open(self) -> tuple[Tensor, Tensor]:
+        """Old and new contents, for an exchange that reads the one and writes the other."""
+        if self.commits == 1:
+            self.saved = self.next.clone() if self.saved is None else self.saved.copy_(self.next)
+            self.commits = 2
+        self.written = True
+        return self.current, self.next
 
     def swap(self) -> None:
         """Exchange old and new."""
         self.current, self.next = self.next, self.current
+
+    @property
+    def origin(self) -> Tensor:
+        """The contents at the last :meth:`Memory.begin`."""
+        if self.commits > 1:
+            assert self.saved is not None
+            return self.saved
+        return self.next if self.commits else self.current
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is held."""
+        return (self.current, self.next) if self.saved is None else (self.current, self.next, self.saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +91,7 @@ class Memory:
     rank: int
     world: int
     _entries: dict[tuple[Kind, str], _Entry] = field(default_factory=dict)
-    _committed: list[Buffer] = field(default_factory=list)
+    _transaction: bool = False
     _distinct: list[Buffer] | None = None
 
     # ---------------------------------------------------------------- buffers
@@ -104,9 +129,19 @@ class Memory:
         for name, start, size in places:
             old = self._entries.get((kind, name))
             if old is not None:
-                buffer.current[start : start + size].copy_(old.read())
+                self._move(old, buffer, start)
             self._set(kind, name, _Entry(buffer, start, size))
         return buffer
+
+    @staticmethod
+    def _move(old: _Entry, buffer: Buffer, start: int) -> None:
+        """Carry an entry over to a new buffer, in the middle of a trainer's step with what the step began with."""
+        if old.buffer.commits and buffer.saved is None:
+            buffer.saved, buffer.commits = buffer.current.clone(), 2
+        buffer.current[start : start + old.numel].copy_(old.read())
+        if buffer.saved is not None:
+            origin = old.buffer.origin[old.start : old.start + old.numel]
+            buffer.saved[start : start + old.numel].copy_(origin)
 
     def _blocks_of(self, name: str, block_size: int, rank: int, world: int) -> range:
         """Which blocks of a parameter ``rank`` owns in a world of ``world`` (see bucket.cut_blocks)."""
@@ -144,23 +179,32 @@ class Memory:
                 entry.buffer.next[entry.start : entry.start + entry.numel].copy_(entry.read())
 
     def commit(self) -> None:
-        """The step was finite on all ranks: what it wrote becomes current."""
-        self._committed = [buffer for buffer in self._buffers() if buffer.written]
-        for buffer in self._committed:
-            buffer.swap()
-            buffer.written = False
+        """The exchange was finite on all ranks: what it wrote becomes current."""
+        for buffer in self._buffers():
+            if buffer.written:
+                buffer.swap()
+                buffer.written = False
+                buffer.commits = max(buffer.commits, int(self._transaction))
 
     def discard(self) -> None:
-        """The step was not finite: forget what it wrote."""
-        self._committed = []
+        """The exchange was not finite: forget what it wrote."""
         for buffer in self._buffers():
             buffer.written = False
 
+    def begin(self) -> None:
+        """A step of the trainer begins: :meth:`rollback` leads back to here."""
+        self._transaction = True
+        for buffer in self._buffers():
+            buffer.commits = 0
+
     def rollback(self) -> None:
-        """Undo the last :meth:`commit`, before anything else was written: the trainer skipped that step."""
-        for buffer in self._committed:
-            buffer.swap()
-        self._committed = []
+        """Undo every :meth:`commit` since the last :meth:`begin`: the trainer skipped the step."""
+        for buffer in self._buffers():
+            if buffer.commits == 1:
+                buffer.swap()
+            elif buffer.commits:
+                buffer.current.copy_(buffer.origin)
+            buffer.commits = 0
 
     def read_worker(self, name: str) -> Tensor | None:
         """All residual of a parameter (server part folded in), fp32 [numel]; None if there is none."""
@@ -176,7 +220,7 @@ class Memory:
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
-        self._committed, self._distinct = [], None
+        self._distinct = None
 
     def _buffers(self) -> list[Buffer]:
         """Each buffer once; remembered, since it is asked for in every step."""
@@ -196,8 +240,8 @@ class Memory:
     # ---------------------------------------------------------------- numbers
     @property
     def nbytes(self) -> int:
-        """Bytes held, both buffers."""
-        return sum(2 * buffer.current.numel() * buffer.current.element_size() for buffer in self._buffers())
+        """Bytes held, all buffers."""
+        return sum(tensor.numel() * tensor.element_size() for buffer in self._buffers() for tensor in buffer.tensors)
 
     @property
     def active(self) -> bool:
@@ -213,10 +257,18 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         """Copies, as tensors, strings and plain numbers only (``torch.load(weights_only=True)``)."""
         state: dict[str, Any] = {"rank": self.rank, "world": self.world, "worker": {}, "server": {}, "factor": {}}
+        for name in self.table.whole:
+            pieces = self.table.pieces(name)
+            held = [self._entries.get(("worker", piece.name)) for piece in pieces]
+            device = next((entry.buffer.current.device for entry in held if entry is not None), None)
+            if device is not None:
+                parts = [
+                    torch.zeros(piece.numel, device=device) if entry is None else entry.read()
+                    for piece, entry in zip(pieces, held, strict=True)
+                ]
+                state["worker"][name] = torch.cat(parts)
         for (kind, name), entry in self._entries.items():
-            if kind == "worker":
-                state["worker"][name] = entry.read().clone()
-            else:
+            if kind != "worker":
                 state[kind][name] = {"tag": entry.buffer.tag, "values": entry.read().clone()}
         return state
 
@@ -230,7 +282,9 @@ class Memory:
         self.clear()
         for state in states:
             for name, values in state["worker"].items():
-                self._add_worker(name, values, self.world / state["world"])
+                pieces = self.table.pieces(name)
+                for piece, part in zip(pieces, values.split([piece.numel for piece in pieces]), strict=True):
+                    self._add_worker(piece.name, part, self.world / state["world"])
             for name, item in state["server"].items():
                 if exact:
                     self._restore("server", name, item["values"], item["tag"])
@@ -250,7 +304,7 @@ class Memory:
         try:
             rank, world = int(state["rank"]), int(state["world"])
             names = {*state["worker"], *state["server"], *state["factor"]}
-            unknown = sorted(names - set(self.table.by_name))
+            unknown = sorted(names - set(self.table.whole))
             wrong = {n for n, values in state["worker"].items() if values.numel() != self._numel(n)}
             for name, item in state["server"].items():
                 blocks = self._blocks_of(name, item["tag"], rank, world) if name not in unknown else ()
@@ -270,4 +324,4 @@ class Memory:
             )
 
     def _numel(self, name: str) -> int:
-        return self.table.by_name[name].numel if name in self.table.by_name else 0
+        return self.table.whole[name].numel if name in self.table.whole else 0

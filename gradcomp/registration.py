@@ -59,6 +59,9 @@ class Handle:
         optimizer: the optimizer in use, if known: warns of combinations that converge badly.
         backend: kernels, ``auto``, ``numba``, ``torch`` or ``cuda``; a named one works or raises.
         find_unused: the trainer drops the gradients of parameters that no rank used.
+        synchronous: the trainer uses a bucket's result as soon as :meth:`submit` returns, and says :meth:`finish` when it
+            has no more buckets.
+        counts_steps: the trainer says :meth:`end_step`; a step may have several rounds of buckets (micro-batches).
 
     Raises:
         ConfigError, UnsupportedError, MismatchError: on every rank alike.
@@ -78,6 +81,8 @@ class Handle:
         optimizer: torch.optim.Optimizer | None = None,
         backend: str = "auto",
         find_unused: bool = False,
+        synchronous: bool = False,
+        counts_steps: bool = False,
     ) -> None:
         self.group = Group(process_group)
         self._spec: SpecLike = spec
@@ -89,19 +94,28 @@ class Handle:
             whole = isinstance(warmup_steps, int) and warmup_steps >= 0
             require(whole, "warmup_steps", warmup_steps, "a whole number of at least 0")
             require(scaler is None or hasattr(scaler, "get_scale"), "scaler", scaler, "a GradScaler or None")
-            parse_schedule(schedule)
-            self._table = ParameterTable(parameters)
+            name, _ = parse_schedule(schedule)
+            allowed = "'auto' or 'inline': this trainer uses a bucket's result at once"
+            require(not synchronous or name in ("auto", "inline"), "schedule", schedule, allowed)
+            self._table = ParameterTable(parameters, self.group.world)
             self._rules = as_rules(rules)
             self._ops = get_ops(device, backend)
             self._check_coverage(self._spec_at(0))
             return f"{self._describe()}, schedule {schedule!r}, {'a' if scaler is not None else 'no'} scaler"
 
         self.group.agree(check, "gradcomp registration")
-        self._schedule = make_schedule(schedule, self.group)
+        self._schedule = make_schedule("inline" if synchronous else schedule, self.group)
+        self._synchronous, self._counts_steps = synchronous, counts_steps
         self._memory = Memory(self._table, self.group.rank, self.group.world)
+        if counts_steps:
+            self._memory.begin()
         self._context = Context(self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused)
         self._counters = Counters()
         self._step = 0
+        self._rounds = 0
+        self._rounds_in_step = 0
+        self._raw_counted = 0
+        self._compressed_step = False
         self._scale = 1.0
         self._exchanges: dict[Hashable, BucketExchange] = {}
         self._used: dict[Hashable, BucketExchange] = {}
@@ -180,7 +194,8 @@ class Handle:
         Every rank must save its own (residuals differ by rank).
         """
         self._between_steps("state_dict()")
-        return {"format": STATE_FORMAT, "step": self._step, "layout": self._layout, **self._memory.state_dict()}
+        where = {"step": self._step, "rounds": self._rounds, "layout": self._layout}
+        return {"format": STATE_FORMAT, **where, **self._memory.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore a checkpoint. All ranks must call it; each passes the state that it saved.
@@ -198,7 +213,8 @@ class Handle:
         self._memory.load_state_dicts(states, exact)
         self._exchanges.clear()
         self._step = step
-        self._replay = LayoutReplay(states[0]["layout"]) if exact else None
+        self._rounds = states[0].get("rounds", step) if states else step
+        self._replay = LayoutReplay(states[0]["layout"]) if exact and not self._synchronous else None
 
     def close(self) -> None:
         """Stop the worker thread of the ``thread`` schedule."""
@@ -223,13 +239,21 @@ class Handle:
         self._left_out[name] = reason
 
     def submit(
-        self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
+        self,
+        key: Hashable,
+        slots: Callable[[], Sequence[Slot]],
+        buffer: Tensor,
+        done: Callable[[], None],
+        last: bool,
+        out: Tensor | None = None,
     ) -> None:
         """Exchange one bucket: replaces ``buffer`` by the mean and then calls ``done``, at the latest with ``last``.
 
         Args:
             key: identifies the bucket's layout; ``slots`` is called when it is new. An empty result: all-reduce as it is.
-            last: no other bucket follows in this step.
+            last: no other bucket follows in this round (see also :meth:`finish`).
+            out: for a reduce-scatter of ``buffer`` [W * L] (see :func:`gradcomp.bucket.shard_slots`): becomes this rank's
+                row [L] of the mean, in the same dtype.
 
         Raises:
             MismatchError, ExchangeError: the handle cannot be used any more; later calls raise again.
@@ -240,52 +264,89 @@ class Handle:
             ) from self._error
         try:
             if not self._in_step:
-                self._begin_step()
+                self._begin_round()
             if self.group.world == 1:
+                if out is not None:
+                    out.copy_(buffer)
                 done()
+            elif self._replay is None:
+                self._exchange(key, slots, buffer, done, last, out)
             else:
-                self._replay_or_exchange(key, slots, buffer, done, last)
+                self._replay_or_exchange(self._replay, key, slots, buffer, done, last)
             if last:
-                self._end_step()
+                self._end_round()
         except BaseException as error:
             self._error = error
             self._schedule.abandon()
             raise
 
+    def finish(self) -> None:
+        """End a round of buckets, for a trainer that cannot tell which bucket is the last one."""
+        if self._in_step:
+            try:
+                self._end_round()
+            except BaseException as error:
+                self._error = error
+                raise
+
+    def end_step(self, applied: bool) -> None:
+        """The trainer has ended a step, of one or more rounds; not ``applied``: it skipped it, so residuals go back."""
+        self.finish()
+        if not applied:
+            self._memory.rollback()
+        self._memory.begin()
+        if self._rounds_in_step:
+            self._counters.steps += 1
+            self._counters.skipped_steps += not applied
+            self._step += 1
+        self._rounds_in_step = 0
+
     def _replay_or_exchange(
-        self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
+        self,
+        replay: LayoutReplay,
+        key: Hashable,
+        slots: Callable[[], Sequence[Slot]],
+        buffer: Tensor,
+        done: Callable[[], None],
+        last: bool,
     ) -> None:
-        if self._replay is None:
-            self._exchange(key, slots, buffer, done, last)
-            return
-        self._replay.hold(Held(key, slots(), buffer, done))
+        replay.hold(Held(key, slots(), buffer, done))
         if last:
-            buckets = self._replay.release()
+            buckets = replay.release()
             for held in buckets:
                 self._exchange(held.key, held.get_slots, held.buffer, held.done, held is buckets[-1])
-            if self._replay.finished:
+            if replay.finished:
                 self._replay = None
 
     def _exchange(
-        self, key: Hashable, slots: Callable[[], Sequence[Slot]], buffer: Tensor, done: Callable[[], None], last: bool
+        self,
+        key: Hashable,
+        slots: Callable[[], Sequence[Slot]],
+        buffer: Tensor,
+        done: Callable[[], None],
+        last: bool,
+        out: Tensor | None = None,
     ) -> None:
         key = (key, self._active)
         exchange = self._exchanges.get(key)
         if exchange is None:
-            exchange = BucketExchange(slots(), buffer, self._active_choices, self._context)
+            row = None if out is None else out.numel()
+            exchange = BucketExchange(slots(), buffer, self._active_choices, self._context, row)
             self._exchanges[key] = exchange
         self._used[key] = exchange
         values = buffer._values() if buffer.is_sparse else buffer
+        passes = 2 if out is None else 1
         self._counters.last_raw_bytes += (
-            2 * (self.group.world - 1) * values.numel() * values.element_size() // self.group.world
+            passes * (self.group.world - 1) * values.numel() * values.element_size() // self.group.world
         )
         if self._step % _NORM_EVERY == 0 and exchange.compressed:
             self._norm_squared += float(buffer.float().norm()) ** 2
-        task = Task(exchange.run(buffer, self._step, self._scale), done, exchange.name, self._counters.timings)
+        run = exchange.run(buffer, self._rounds, self._scale, out)
+        task = Task(run, done, exchange.name, self._counters.timings)
         self._schedule.submit(task, last)
 
     # ---------------------------------------------------------------- steps
-    def _begin_step(self) -> None:
+    def _begin_round(self) -> None:
         self._in_step = True
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         spec = self._spec_at(self._step)
@@ -294,12 +355,14 @@ class Handle:
         # a change of what is active changes the buckets' keys: they are built anew and residuals move by name
         self._active = spec if compressing else "none"
         self._active_choices = self._choices_for(spec) if compressing else None
-        self._counters.last_raw_bytes = 0
-        self._sent_before = self._sent()
+        if not self._rounds_in_step:
+            self._counters.last_raw_bytes = 0
+            self._sent_before = self._sent()
+            self._compressed_step, self._raw_counted = False, 0
         self._used = {}
         self._norm_squared = 0.0
 
-    def _end_step(self) -> None:
+    def _end_round(self) -> None:
         counters = self._counters
         compressed = any(exchange.compressed for exchange in self._used.values())
         expected = any(choice.bypassed is None for choice in (self._active_choices or {}).values())
@@ -315,18 +378,24 @@ class Handle:
                 exchange.settle()
         else:
             self._memory.discard()
-            counters.skipped_steps += 1
+            counters.skipped_steps += not self._counts_steps
         if self._norm_squared:
             counters.gradient_norm = self._norm_squared**0.5 / self._scale
-        counters.steps += 1
-        counters.compressed_steps += compressed
-        counters.raw_bytes += counters.last_raw_bytes
+        counters.compressed_steps += compressed and not self._compressed_step
+        self._compressed_step |= compressed
+        counters.raw_bytes += counters.last_raw_bytes - self._raw_counted
+        self._raw_counted = counters.last_raw_bytes
         counters.last_wire_bytes = self._sent() - self._sent_before
         self._layout = [[slot.name for slot in exchange.slots] for exchange in self._used.values() if exchange.slots]
         for key in self._exchanges.keys() - self._used.keys():  # layouts that are gone: release their buffers
             self._saturated += int(self._exchanges.pop(key).saturated)
-        self._step += 1
+        self._rounds += 1
         self._in_step = False
+        if self._counts_steps:
+            self._rounds_in_step += 1
+        else:
+            counters.steps += 1
+            self._step += 1
 
     def _sent(self) -> int:
         return sum(group.bytes_sent for group in self._schedule.groups)
@@ -344,7 +413,12 @@ class Handle:
 
     def _choices_for(self, spec: str) -> Mapping[str, Choice]:
         if spec not in self._choices:
-            self._choices[spec] = choose(self._table.by_name.values(), spec, self._rules)
+            choices = choose(self._table.whole.values(), spec, self._rules)
+            if self._table.scatters:
+                for chosen in {choice.spec for choice in choices.values()}:
+                    compressor, config = parse_spec(chosen)
+                    compressor.check_scatter(config)
+            self._choices[spec] = choices
         return self._choices[spec]
 
     def _check_coverage(self, spec: str) -> None:
@@ -360,7 +434,7 @@ class Handle:
 
     def _describe(self) -> str:
         spec = "a function of the step" if callable(self._spec) else self._spec_at(0)
-        table = [(p.name, p.shape, str(p.dtype)) for p in self._table.by_name.values()]
+        table = [(p.name, p.shape, str(p.dtype)) for p in self._table.whole.values()]
         rules = [repr(rule) for rule in self._rules]
         return f"{spec!r}, warm-up {self._warmup}, rules {rules}, model of {len(table)} parameters ({wire.checksum(table):#010x})"
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from gradcomp.bucket import Parameter, ParameterTable, Slot
+from gradcomp.bucket import Parameter, ParameterTable, Slot, shard_slots
 from gradcomp.engine import BucketExchange, Context
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
@@ -103,7 +103,8 @@ def run(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90, gro
 class VirtualBucket:
     """One bucket on N virtual ranks: the engine without processes, to test compressors and study world sizes.
 
-    ``shapes``: of the parameters in the bucket. After :meth:`step` every rank's result is returned.
+    ``shapes``: of the parameters in the bucket. After :meth:`step` every rank's result is returned. With ``scatter`` the
+    exchange is a reduce-scatter: each rank's gradient is laid out in rows, and the result is put together again.
     """
 
     def __init__(
@@ -116,12 +117,14 @@ class VirtualBucket:
         rules: Sequence[Any] = (),
         backend: str = "auto",
         find_unused: bool = False,
+        scatter: bool = False,
     ) -> None:
         numels = [int(torch.Size(shape).numel()) for shape in shapes]
         self.parameters = [
-            Parameter(f"p{i}", numel, shape, dtype) for i, (shape, numel) in enumerate(zip(shapes, numels, strict=True))
+            Parameter(f"p{i}", numel, shape, dtype, chunk=-(-numel // world) if scatter else None)
+            for i, (shape, numel) in enumerate(zip(shapes, numels, strict=True))
         ]
-        self.table = ParameterTable(self.parameters)
+        self.table = ParameterTable(self.parameters, world)
         self.group = VirtualGroup(world)
         self.dtype = dtype
         self.ops = get_ops(torch.device("cpu"), backend)
@@ -139,17 +142,32 @@ class VirtualBucket:
             self.slots.append(Slot(p.name, offset, p.numel, p.shape, tuple(stride)))
             offset += p.numel
         self.numel = offset
-        buffer = torch.zeros(self.numel, dtype=self.dtype)
+        self.row: int | None = None
+        placed, buffer = self.slots, torch.zeros(self.numel, dtype=self.dtype)
+        if self.table.scatters:
+            placed, self.row = shard_slots([self.parameters[i] for i in order], self.group.world)
+            buffer = torch.zeros(self.row * self.group.world, dtype=self.dtype)
+            # where each element of the rows stands in the flat gradient
+            start = {slot.name: slot.offset for slot in self.slots}
+            self._rows, self._flat = [], []
+            for piece in placed:
+                assert piece.owner is not None
+                begin = start[piece.parameter] + piece.owner * (self.table.whole[piece.parameter].chunk or 0)
+                self._flat.append(torch.arange(begin, begin + piece.numel))
+                self._rows.append(torch.arange(piece.offset, piece.offset + piece.numel))
         contexts = [
             Context(self.table, memory, rank, self.group.world, self.ops, self.find_unused)
             for rank, memory in enumerate(self.memories)
         ]
-        self.exchanges = [BucketExchange(self.slots, buffer, self.choices, context) for context in contexts]
+        self.exchanges = [BucketExchange(placed, buffer, self.choices, context, self.row) for context in contexts]
 
     def step(self, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
         """Exchange one flat gradient per rank; commits residuals if the step was finite."""
         buffers = [gradient.clone() for gradient in gradients]
-        self.group.run([e.run(b, self.steps, scale) for e, b in zip(self.exchanges, buffers, strict=True)])
+        if self.row is None:
+            self.group.run([e.run(b, self.steps, scale) for e, b in zip(self.exchanges, buffers, strict=True)])
+        else:
+            buffers = self._step_by_rows(buffers, self.row, scale)
         for exchange, memory in zip(self.exchanges, self.memories, strict=True):
             if exchange.ok:
                 memory.commit()
@@ -158,6 +176,16 @@ class VirtualBucket:
                 memory.discard()
         self.steps += 1
         return buffers
+
+    def _step_by_rows(self, gradients: list[torch.Tensor], row: int, scale: float) -> list[torch.Tensor]:
+        """A reduce-scatter; the mean that the ranks hold together, as the result of each of them."""
+        world, flat, rows = self.group.world, torch.cat(self._flat), torch.cat(self._rows)
+        inputs = [torch.zeros(world * row, dtype=self.dtype).index_copy_(0, rows, g[flat]) for g in gradients]
+        shards = [torch.full((row,), 1e9, dtype=self.dtype) for _ in gradients]
+        runs = zip(self.exchanges, inputs, shards, strict=True)
+        self.group.run([exchange.run(buffer, self.steps, scale, shard) for exchange, buffer, shard in runs])
+        mean = torch.zeros(self.numel, dtype=self.dtype).index_copy_(0, flat, torch.cat(shards)[rows])
+        return [mean] * world
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """Every rank's memory, as a checkpoint would hold it."""
@@ -176,7 +204,7 @@ class VirtualBucket:
             held = Memory(self.table, memory.rank, memory.world)
             held.load_state_dicts([memory.state_dict()], exact=False)  # folds the server's part into the worker's
             for slot in self.slots:
-                values = held.read_worker(slot.name)
+                values = held.state_dict()["worker"].get(slot.name)
                 if values is not None:
                     total[slot.offset : slot.offset + slot.numel] += values / self.group.world
         return total
@@ -186,8 +214,12 @@ CONTRACT_SHAPES: Sequence[tuple[int, ...]] = ((96, 80), (80,), (64, 3, 3, 3), (2
 """Matrices, a convolution, vectors, one element, none at all, and sizes that no block divides."""
 
 
-def check_compressor(spec: str, backend: str = "auto", worlds: Sequence[int] = (1, 2, 3, 5)) -> None:
+def check_compressor(
+    spec: str, backend: str = "auto", worlds: Sequence[int] = (1, 2, 3, 5), scatter: bool = False
+) -> None:
     """The contract of every compressor, on virtual ranks; raises ``AssertionError`` naming what is broken.
+
+    With ``scatter``: the same in a reduce-scatter.
 
     For each world size: all ranks end with the same bits; zeros stay zeros; what was applied plus what is held back is the
     sum of the true means; inf and NaN reach every rank and change no memory; a loss scale changes nothing; saving and
@@ -196,7 +228,7 @@ def check_compressor(spec: str, backend: str = "auto", worlds: Sequence[int] = (
     compressor, _ = parse_spec(spec)
     for world in worlds:
         where = f"{spec} on {world} ranks"
-        bucket = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        bucket = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend, scatter=scatter)
         generator = torch.Generator().manual_seed(world)
         common = torch.randn(bucket.numel, generator=generator)
 
@@ -226,15 +258,15 @@ def check_compressor(spec: str, backend: str = "auto", worlds: Sequence[int] = (
 
         _check_nonfinite(bucket, gradients(), where)
 
-        scaled = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
-        plain = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        scaled = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend, scatter=scatter)
+        plain = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend, scatter=scatter)
         for _ in range(2):
             ours = gradients()
             up = scaled.step([gradient * 1024 for gradient in ours], scale=1024.0)[0]
             down = plain.step(ours)[0]
         assert torch.equal(up, down * 1024), f"{where}: a loss scale changes the result"
 
-        resumed = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend)
+        resumed = VirtualBucket(spec, CONTRACT_SHAPES, world, backend=backend, scatter=scatter)
         resumed.load_state_dicts(plain.state_dicts())
         resumed.steps = plain.steps
         ours = gradients()

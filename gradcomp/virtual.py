@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective
+from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from gradcomp.errors import MismatchError
 
 
@@ -56,6 +56,12 @@ class VirtualGroup:
             everything = torch.cat([request.send for request in gathers])
             for gather in gathers:
                 gather.recv.copy_(everything)
+            return
+        scatters = [request for request in requests if isinstance(request, ReduceScatter)]
+        if scatters:
+            total = torch.stack([request.send for request in scatters]).sum(0).view(self.world, -1)
+            for rank, scatter in enumerate(scatters):
+                scatter.recv.copy_(total[rank])
             return
         exchanges = [request for request in requests if isinstance(request, AllToAll)]
         matrix = torch.stack([request.send.view(self.world, -1) for request in exchanges])

@@ -82,15 +82,36 @@ def test_checkpoint_holds_tensors_and_plain_numbers_only() -> None:
 def test_commit_discard_and_rollback() -> None:
     bucket = trained("onebit", 2)
     memory: Memory = bucket.memories[0]
-    before = memory.state_dict()["worker"]["p0"]
     gradients = [torch.ones(bucket.numel)] * 2
-    bucket.step(gradients)
-    after = memory.state_dict()["worker"]["p0"]
-    assert not torch.equal(before, after)
+    for rounds in (1, 2, 3, 2):
+        before = memory.state_dict()["worker"]["p0"]
+        memory.begin()
+        for _ in range(rounds):
+            bucket.step(gradients)
+        assert not torch.equal(before, memory.state_dict()["worker"]["p0"])
+        memory.rollback()
+        assert torch.equal(memory.state_dict()["worker"]["p0"], before)
+        memory.rollback()  # nothing is left to undo
+        assert torch.equal(memory.state_dict()["worker"]["p0"], before)
+        memory.begin()
+        bucket.step(gradients)  # and this one stays
+        memory.begin()
+        memory.rollback()
+        assert not torch.equal(before, memory.state_dict()["worker"]["p0"])
+
+
+def test_a_rollback_reaches_back_over_a_change_of_layout() -> None:
+    bucket = trained("onebit", 2)
+    memory: Memory = bucket.memories[0]
+    before = memory.state_dict()
+    for one in bucket.memories:
+        one.begin()
+    bucket.step([torch.ones(bucket.numel)] * 2)
+    bucket.build([1, 0, *range(2, len(bucket.parameters))])
+    bucket.step([torch.ones(bucket.numel)] * 2)
     memory.rollback()
-    assert torch.equal(memory.state_dict()["worker"]["p0"], before)
-    memory.rollback()  # only the last commit can be undone
-    assert torch.equal(memory.state_dict()["worker"]["p0"], before)
+    for name, values in before["worker"].items():
+        assert torch.equal(memory.state_dict()["worker"][name], values), name
 
 
 def test_memory_is_reported_with_both_buffers() -> None:

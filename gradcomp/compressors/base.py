@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.bucket import BlockSpan, Parameter, ParameterTable, Runs, Slot, cut_blocks
+from gradcomp.bucket import BlockSpan, Parameter, ParameterTable, RowRuns, Runs, Slot, cut_blocks
 from gradcomp.collectives import Collective
-from gradcomp.errors import ConfigError
+from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.kernels.ops import Blocks, Ops
 from gradcomp.memory import Memory
 
@@ -35,6 +35,7 @@ class Traits:
     parameter on every rank at the default options (residuals count twice: old and new); ``memory_sharded``: the same, but
     divided among the ranks. ``bypass``: kinds of parameters that go
     uncompressed by default, of ``vector`` (one dimension or fewer than two long ones), ``small``, ``embedding``.
+    ``scatters``: whether it fits a reduce-scatter (ZeRO-3, FSDP2).
     """
 
     summary: str
@@ -50,6 +51,7 @@ class Traits:
     strongly_biased: bool = False
     bypass: frozenset[str] = frozenset()
     carries_exact: bool = False
+    scatters: bool = False
 
 
 def require(allowed: bool, field: str, value: object, what: str) -> None:
@@ -77,6 +79,8 @@ class Part:
     carries them), ``rank``, ``world``, ``device``, ``ops``, ``memory``, ``spec`` and ``layout`` (checksums).
     Set before every step: ``flat`` (the bucket, fp32 [n]; the raw buffer in its own dtype for ``none``), ``scale`` (loss
     scale that is in ``flat``) and ``step``. Set by the compressor: ``ok``, whether all ranks were finite.
+
+    In a reduce-scatter ``flat`` is [W * row], slots have owners, and the mean goes to ``shard`` [row].
     """
 
     slots: Sequence[Slot]
@@ -92,6 +96,8 @@ class Part:
     flat: Tensor
     finite: Tensor
     saturated: Tensor
+    row: int | None = None
+    shard: Tensor | None = None
     scale: float = 1.0
     step: int = 0
     ok: bool = True
@@ -141,8 +147,13 @@ class Part:
         """Record the ranks' verdict. If any was not finite, the whole bucket becomes NaN on every rank."""
         if not finite:
             self.ok = False
-            self.flat.fill_(float("nan"))
+            (self.flat if self.shard is None else self.shard).fill_(float("nan"))
         return finite
+
+    def row_runs(self, slots: Sequence[Slot]) -> RowRuns:
+        """Some slots of a reduce-scatter's input, by owner."""
+        assert self.row is not None
+        return RowRuns(slots, self.rank, self.world, self.row, self.device)
 
 
 class Compressor(ABC):
@@ -163,6 +174,23 @@ class Compressor(ABC):
         Straight-line code that yields the collectives it needs; after each ``yield`` the request's buffers hold the
         result. Must issue the same collectives on all ranks, and call ``part.agree`` with the ranks' common verdict.
         """
+
+    def reduce_scatter(self) -> Exchange:
+        """Write the mean of this rank's row of ``part.flat`` [W * row], as compressed, to ``part.shard`` [row].
+
+        Otherwise as :meth:`reduce`; only for compressors whose traits say so.
+        """
+        raise NotImplementedError(self.name)
+
+    @classmethod
+    def check_scatter(cls, config: Any) -> None:
+        """Raise UnsupportedError unless :meth:`reduce_scatter` works with ``config``."""
+        if not cls.traits.scatters:
+            raise UnsupportedError(
+                f"{cls.name} does not fit a reduce-scatter, which gives each rank a piece of every gradient (ZeRO-3, FSDP2); "
+                "allowed are none, fp16, bf16, int8, int4 and onebit. All compressors work where whole gradients are averaged: "
+                "DDP, ZeRO-0 to 2, and between the replicas of HSDP"
+            )
 
     @classmethod
     def bypass(cls, config: Any, parameter: Parameter) -> str | None:
@@ -195,7 +223,8 @@ class ExactSection:
         self._part = part
         self._runs = Runs(part.exact_slots, part.device)
         self.numel = self._runs.numel
-        self.per_shard = -(-self.numel // part.world)
+        self._rows = part.row_runs(part.exact_slots) if part.row is not None else None
+        self.per_shard = -(-self.numel // part.world) if self._rows is None else self._rows.share
         self._flat = part.zeros(self.per_shard * part.world)
 
     @property
@@ -210,7 +239,10 @@ class ExactSection:
     def pack(self, shards: Tensor) -> None:
         """Copy the riders into ``shards`` uint8 [W, S]; clears ``part.finite`` on inf or NaN."""
         if self.numel:
-            self._runs.gather(self._part.flat, self._flat)
+            if self._rows is None:
+                self._runs.gather(self._part.flat, self._flat)
+            else:
+                self._rows.gather(self._part.flat, self._flat.view(self._part.world, -1))
             self._part.finite.mul_(torch.isfinite(self._flat).all())
             self._view(shards).copy_(self._flat.view(self._part.world, -1))
 
@@ -220,6 +252,13 @@ class ExactSection:
             mean = self._view(received).sum(0, keepdim=True).mul_(1.0 / self._part.world)
             self._part.finite.mul_(torch.isfinite(mean).all())
             self._view(mine).copy_(mean)
+
+    def average_to_shard(self, received: Tensor) -> None:
+        """Mean of ``received`` uint8 [W, S] into ``part.shard``, in a reduce-scatter."""
+        if self.numel:
+            assert self._rows is not None
+            assert self._part.shard is not None
+            self._rows.put(self._view(received).sum(0).mul_(1.0 / self._part.world), self._part.shard)
 
     def unpack(self, gathered: Tensor) -> None:
         """Write the means, ``gathered`` uint8 [W, S], to the bucket."""

@@ -3,7 +3,8 @@
 ``accumulate=fp32`` (default): two-phase, every owner sums its share in fp32 and casts the mean once more, so the sum does
 not lose bits as N grows. ``accumulate=wire``: one all-reduce in the half type, divided by N before the cast; the ring adds
 in the half type. 16 bits per element, no memory, rounding to nearest. Finite values beyond the type's range become the
-largest finite value and are counted; inf and NaN stay what they are.
+largest finite value and are counted; inf and NaN stay what they are. (With ``accumulate=wire`` the ring's sum of such values
+may still overflow to inf, which all ranks see.)
 
 [Micikevicius et al. 2018, arXiv 1710.03740, on fp16's range; torch's fp16_compress_hook is accumulate=wire unclamped]
 """
@@ -19,6 +20,7 @@ from gradcomp import wire
 from gradcomp.bucket import Runs
 from gradcomp.collectives import AllGather, AllReduce, AllToAll
 from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, require
+from gradcomp.errors import UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,9 @@ class Cast(Compressor):
 
     def __init__(self, config: Any, part: Part) -> None:
         super().__init__(config, part)
+        if part.row is not None:
+            self._init_scatter(part)
+            return
         self.runs = Runs(part.slots, part.device)
         n = self.runs.numel
         # where the slots are not one contiguous run, they are gathered here first
@@ -63,6 +68,13 @@ class Cast(Compressor):
         self.size = size = wire.BODY + 2 * self.share
         self.send, self.recv = (part.zeros(part.world * size, wire.BYTE) for _ in range(2))
         self.mine = part.zeros(size, wire.BYTE)
+
+    def _init_scatter(self, part: Part) -> None:
+        self.rows = part.row_runs(part.slots)
+        self.share = wire.align(self.rows.share)
+        self.size = wire.BODY + 2 * self.share
+        self.send, self.recv = (part.zeros(part.world * self.size, wire.BYTE) for _ in range(2))
+        self.compact = part.zeros(part.world * self.share)
 
     def _halves(self, shards: torch.Tensor) -> torch.Tensor:
         """The elements of ``shards`` uint8 [rows, S] in the half type, [rows, share]."""
@@ -108,6 +120,34 @@ class Cast(Compressor):
         if self.compact is not None:
             self.runs.scatter(flat, part.flat)
 
+    def reduce_scatter(self) -> Exchange:
+        """See :meth:`Compressor.reduce_scatter`. The mean stays in fp32: it is cast once only."""
+        part, ops, shard = self.part, self.part.ops, self.part.shard
+        assert self.compact is not None
+        assert shard is not None
+        compact = self.compact.view(part.world, -1)
+        send, recv = (buffer.view(-1, self.size) for buffer in (self.send, self.recv))
+        self.rows.gather(part.flat, compact)
+        for values, halves in zip(compact, self._halves(send), strict=True):
+            ops.cast_encode(values, halves, 1.0 / part.scale, part.finite, part.saturated)
+        wire.write_header(send, part.header, part.all_finite())
+        yield AllToAll(self.send, self.recv, final=True)
+        if not part.agree(wire.check_headers(recv, part.header)):
+            return
+        total, *others = self._halves(recv)
+        mean = compact[0].copy_(total)
+        for other in others:
+            mean.add_(other)
+        self.rows.put(mean.mul_(part.scale / part.world), shard)
+
+    @classmethod
+    def check_scatter(cls, config: Any) -> None:
+        """See :meth:`Compressor.check_scatter`."""
+        if config.accumulate == "wire":
+            raise UnsupportedError(
+                f"{cls.name}:accumulate=wire does not fit a reduce-scatter; allowed is accumulate=fp32, of the same size"
+            )
+
 
 def _traits(summary: str) -> Traits:
     return Traits(
@@ -118,6 +158,7 @@ def _traits(summary: str) -> Traits:
         memory=0,
         linear=True,
         biased=False,
+        scatters=True,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradcomp.collectives import AllReduce
+from gradcomp.collectives import AllReduce, ReduceScatter
 from gradcomp.compressors.base import Compressor, Exchange, Traits
 
 
@@ -30,6 +30,7 @@ class NoCompression(Compressor):
         memory=0,
         linear=True,
         biased=False,
+        scatters=True,
     )
 
     def reduce(self) -> Exchange:
@@ -37,3 +38,9 @@ class NoCompression(Compressor):
         flat = self.part.flat
         flat.mul_(1.0 / self.part.world)
         yield AllReduce(flat, final=True)
+
+    def reduce_scatter(self) -> Exchange:
+        """See :meth:`Compressor.reduce_scatter`; ``part.flat`` and ``part.shard`` may have any (one) dtype."""
+        part = self.part
+        assert part.shard is not None
+        yield ReduceScatter(part.flat.mul_(1.0 / part.world), part.shard, final=True)

@@ -50,4 +50,5 @@ class OneBit(TwoPhase):
         strongly_biased=True,
         bypass=frozenset({"vector", "small", "embedding"}),
         carries_exact=True,
+        scatters=True,
     )

@@ -119,14 +119,14 @@ class PowerSGD(Compressor):
         part, ops, matrices = self.part, self.part.ops, self.matrices
         p, q = self.p[: self.p_numel], self.q[: self.q_numel]
         riders = self.p[self.p_numel : self.p_numel + self.exact.numel]
-        old, work = (None, self.work) if self.worker is None else (self.worker.current, self.worker.next)
+        old, work = (None, self.work) if self.worker is None else self.worker.open()
         assert work is not None
         if self.factor is None:
             start = self.initial
             for name, at, numel in self.places:
                 start[at : at + numel].copy_(_random(name, part.step, numel))
         else:
-            start = self.factor.current
+            start, next_start = self.factor.open()
 
         ops.lowrank_project(part.flat, matrices, self.blocks, old, work, start, p, 1.0 / part.scale)
         self.exact.gather(part.flat, riders)
@@ -150,10 +150,11 @@ class PowerSGD(Compressor):
         ops.lowrank_decode(work, matrices, p, q, part.flat, part.scale, self.worker is not None)
         self.exact.scatter(riders, part.flat)
         if self.factor is not None:
-            self.factor.next.copy_(q)
-            self.factor.written = True
-        if self.worker is not None:
-            self.worker.written = True
+            next_start.copy_(q)
+            # only the direction matters for the next P; at the gradient's own scale P would have its square
+            for count, _, n, r, _, _, _, at in matrices.batches:
+                batch = next_start[at : at + count * r * n].view(count, -1)
+                batch.div_(batch.abs().amax(1, keepdim=True).clamp_min_(torch.finfo(batch.dtype).tiny))
 
 
 def rate(shape: tuple[int, ...], rank: int) -> float:

@@ -62,6 +62,7 @@ class Int8(TwoPhase):
         biased=True,
         bypass=frozenset({"small"}),
         carries_exact=True,
+        scatters=True,
     )
 
 
@@ -82,4 +83,5 @@ class Int4(TwoPhase):
         biased=True,
         bypass=frozenset({"small", "vector"}),
         carries_exact=True,
+        scatters=True,
     )

@@ -114,8 +114,7 @@ class TopK(Compressor):
         if self.worker is None:
             old, values = None, self.work
         else:
-            old, values = self.worker.current, self.worker.next
-            self.worker.written = True
+            old, values = self.worker.open()
         assert values is not None
         ops.accumulate(part.flat, self.blocks, old, values, 1.0 / part.scale, part.finite)
         finite = part.all_finite()
