@@ -1,4 +1,4 @@
-"""The command ``gradcomp``: demo, list, doctor. Needs the extra ``cli`` (typer, which brings rich).
+"""The command ``gradcomp``: demo, list, doctor, plan, probe. Needs the extra ``cli`` (typer, which brings rich).
 
 Exit codes: 0 done, 1 something failed, 2 a bad option or a missing extra, 130 interrupted.
 """
@@ -6,29 +6,26 @@ Exit codes: 0 done, 1 something failed, 2 a bad option or a missing extra, 130 i
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import gradcomp
-from gradcomp.errors import ConfigError, GradcompError
+from gradcomp.errors import ConfigError
 from gradcomp.registry import compressor_names, get_compressor
 
 _MISSING = [name for name in ("typer", "rich") if find_spec(name) is None]
 
 if not _MISSING:
     import typer
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-_WIDTH = 120  # of output that goes to a file or a pipe
+    from gradcomp.planner import commands as planner
+    from gradcomp.terminal import make_console, print_json, reporting
 
 _DEMO_HELP = """Train a small model with each compressor on this machine, and compare bytes, quality and time.
 
@@ -59,28 +56,6 @@ Exits with 0 if gradients can be exchanged here and the chosen kernels work, els
 """
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
-
-
-@contextmanager
-def _reporting() -> Iterator[None]:
-    """Errors as one red line each, without a traceback."""
-    console = Console(stderr=True, soft_wrap=True)
-    try:
-        yield
-    except ConfigError as error:
-        console.print(f"gradcomp: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(2) from None
-    except GradcompError as error:
-        console.print(f"gradcomp: {error}", style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.print("gradcomp: interrupted; all ranks have ended", markup=False, highlight=False)
-        raise typer.Exit(130) from None
-
-
 # ------------------------------------------------------------------------ demo
 def demo(
     task: Annotated[
@@ -100,7 +75,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for demo.png and demo.json.")] = Path("gradcomp-demo"),
 ) -> None:
     """See ``_DEMO_HELP``."""
-    with _reporting():
+    with reporting():
         from gradcomp import demo as demonstration
 
         settings = demonstration.Settings(
@@ -112,7 +87,7 @@ def demo(
             seed=seed,
             schedule=schedule,
         )
-        demonstration.run(settings, out, _console())
+        demonstration.run(settings, out, make_console())
 
 
 # ------------------------------------------------------------------------ list
@@ -121,12 +96,12 @@ def list_compressors(
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """See ``_LIST_HELP``."""
-    with _reporting():
+    with reporting():
         if name:
             entry = describe(name)
             documentation = inspect.getdoc(inspect.getmodule(get_compressor(name))) or ""
             if as_json:
-                _print_json({**entry, "documentation": documentation})
+                print_json({**entry, "documentation": documentation})
             else:
                 _print_one(entry, documentation)
             return
@@ -137,11 +112,11 @@ def list_compressors(
             except ConfigError as error:  # a broken plug-in must not hide the others
                 broken[each] = str(error)
         if as_json:
-            _print_json({"compressors": entries, "broken": broken})
+            print_json({"compressors": entries, "broken": broken})
             return
         _print_list(entries)
         for problem in broken.values():
-            _console().print(problem, style="red", markup=False, highlight=False)
+            make_console().print(problem, style="red", markup=False, highlight=False)
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -207,7 +182,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
             escape(options),
             escape(entry["reference"]),
         )
-    console = _console()
+    console = make_console()
     console.print(table)
     console.print(
         'Use: gradcomp.register(ddp, "topk:ratio=0.02"). Options of one, and its maths: gradcomp list NAME',
@@ -217,7 +192,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
 
 
 def _print_one(entry: dict[str, Any], documentation: str) -> None:
-    console = _console()
+    console = make_console()
     console.print(Text(f"{entry['name']}: {entry['summary']}", style="bold"))
     console.print(
         f"{entry['bits_per_element']:.4g} bits per element, {_memory(entry)} bytes of memory per "
@@ -246,17 +221,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs.")
     """See ``_DOCTOR_HELP``."""
     from gradcomp.doctor import examine
 
-    with _reporting():
+    with reporting():
         report = examine()
     if as_json:
-        _print_json(report.as_dict())
+        print_json(report.as_dict())
     else:
         _print_report(report)
     raise typer.Exit(0 if report.usable else 1)
 
 
 def _print_report(report: Any) -> None:
-    console = _console()
+    console = make_console()
 
     def section(title: str, lines: list[str]) -> None:
         console.print(title, style="bold")
@@ -278,10 +253,6 @@ def _print_report(report: Any) -> None:
     section(f"self-test, {report.check_seconds:.1f} s", lines)
     section("missing, all optional", [f"{m.what}: {m.purpose}. {m.command}" for m in report.missing] or ["nothing"])
     console.print("usable" if report.usable else "NOT usable", style="bold green" if report.usable else "bold red")
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 # ------------------------------------------------------------------------ the app
@@ -306,6 +277,8 @@ def make_app() -> typer.Typer:
     app.command("demo", help=_DEMO_HELP)(demo)
     app.command("list", help=_LIST_HELP)(list_compressors)
     app.command("doctor", help=_DOCTOR_HELP)(doctor)
+    app.command("plan", help=planner.PLAN_HELP)(planner.plan)
+    app.command("probe", help=planner.PROBE_HELP)(planner.probe)
     return app
 
 

@@ -128,6 +128,32 @@ def format_spec(spec: Spec) -> str:
     return compressor.name + (":" + ",".join(options) if options else "")
 
 
+def parse_specs(text: str) -> tuple[str, ...]:
+    """``"none,topk:ratio=0.02,values=fp16,int8"`` as canonical specs; ``"all"`` is every compressor.
+
+    A comma separates specs and also the options of one spec: a part that is an option belongs to the spec before it.
+
+    Raises:
+        ConfigError: an unknown compressor or option, one given twice, or none at all.
+    """
+    if text.strip() == "all":
+        return tuple(compressor_names())
+    specs: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, _ = part.partition("=")
+        if equals and ":" not in name and specs:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    canonical = [format_spec(spec) for spec in specs]
+    if not canonical or len(set(canonical)) < len(canonical):
+        raise ConfigError(
+            f"compressors={text!r}: allowed are different specs, separated by commas, or 'all'; known are "
+            f"{', '.join(compressor_names())}"
+        )
+    return tuple(canonical)
+
+
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 

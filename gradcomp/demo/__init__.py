@@ -19,9 +19,10 @@ from gradcomp.demo import data
 from gradcomp.demo.launch import run_ranks
 from gradcomp.demo.progress import Display
 from gradcomp.demo.report import Row, as_json, make_rows, print_report
-from gradcomp.demo.settings import Settings, parse_compressors
+from gradcomp.demo.settings import Settings
 from gradcomp.demo.train import Run, train_all
 from gradcomp.errors import ConfigError
+from gradcomp.registry import parse_specs as parse_compressors
 
 __all__ = ["Settings", "parse_compressors", "run"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradcomp.compressors.base import require
-from gradcomp.errors import ConfigError
-from gradcomp.registry import compressor_names, format_spec, parse_spec
+from gradcomp.registry import parse_spec
 
 TASKS = ("text", "images")
 OPTIMIZERS = ("sgd", "adamw")
@@ -75,29 +74,3 @@ class Settings:
         """Optimizer and learning rate in words."""
         kind = "SGD, momentum 0.9" if self.optimizer == "sgd" else "AdamW"
         return f"{kind}, peak learning rate {self.learning_rate:g}, gradients clipped to norm 1"
-
-
-def parse_compressors(text: str) -> tuple[str, ...]:
-    """``"none,topk:ratio=0.02,values=fp16,int8"`` as canonical specs; ``"all"`` is every compressor.
-
-    A comma separates specs and also the options of one spec: a part that is an option belongs to the spec before it.
-
-    Raises:
-        ConfigError: an unknown compressor or option, one given twice, or none at all.
-    """
-    if text.strip() == "all":
-        return tuple(compressor_names())
-    specs: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, _ = part.partition("=")
-        if equals and ":" not in name and specs:
-            specs[-1] += f",{part}"
-        else:
-            specs.append(part)
-    canonical = [format_spec(spec) for spec in specs]
-    if not canonical or len(set(canonical)) < len(canonical):
-        raise ConfigError(
-            f"compressors={text!r}: allowed are different specs, separated by commas, or 'all'; known are "
-            f"{', '.join(compressor_names())}"
-        )
-    return tuple(canonical)

@@ -1,0 +1,24 @@
+"""The planner: which ZeRO stage, which compressor, or none, on this link.
+
+``volume`` and ``memory`` are pure formulas; ``payload`` asks the library's exchange what it sends; ``timing`` runs the
+library's schedules on a virtual clock; ``decide`` predicts, ranks and explains; ``profile`` and ``probe`` measure; ``report``,
+``plot`` and ``paste`` say it; ``autotune`` does it to a live handle. README.md beside this file answers the usual questions.
+"""
+
+from gradcomp.planner.decide import Job, Plan, Row, plan, predict
+from gradcomp.planner.model import Model, from_config, from_parameters, transformer
+from gradcomp.planner.profile import Profile, assumed_network
+
+__all__ = [
+    "Job",
+    "Model",
+    "Plan",
+    "Profile",
+    "Row",
+    "assumed_network",
+    "from_config",
+    "from_parameters",
+    "plan",
+    "predict",
+    "transformer",
+]

@@ -1,0 +1,239 @@
+"""What a bucket costs, asked of the code that sends it.
+
+:func:`dry_run` lets the library's own exchange run for one rank of N, with kernels that do nothing, and writes down the
+collectives it asks for. Headers, block padding, riders and bypassed parameters are in, because they are in the exchange;
+there is no second set of numbers. Buffers are allocated but not touched, so that they cost address space, not memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from gradcomp import wire
+from gradcomp.bucket import Parameter, ParameterTable, Slot
+from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective
+from gradcomp.engine import BucketExchange, Context
+from gradcomp.memory import Memory
+from gradcomp.registry import format_spec, parse_spec
+from gradcomp.rules import choose
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+"""DDP's defaults (``bucket_cap_mb=25``; the first bucket is 1 MB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A collective of one bucket: its kind, the bytes that each rank sends, and whether nothing is issued after it."""
+
+    kind: str
+    nbytes: float
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket's exchange: elements, of them compressed, requests in order, residual and scratch bytes on this rank."""
+
+    numel: float
+    compressed: float
+    requests: tuple[Request, ...]
+    residual: float = 0.0
+    scratch: float = 0.0
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that each rank sends."""
+        return sum(request.nbytes for request in self.requests)
+
+    def scaled(self, factor: float) -> Bucket:
+        """The same for ``factor`` times the elements."""
+        if factor == 1.0:
+            return self
+        requests = tuple(Request(r.kind, factor * r.nbytes, r.final) for r in self.requests)
+        return Bucket(
+            factor * self.numel, factor * self.compressed, requests, factor * self.residual, factor * self.scratch
+        )
+
+
+class _NoOps:
+    """Kernels that do nothing."""
+
+    name = "none"
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class _Allocations(TorchFunctionMode):
+    """Adds up what ``torch.zeros`` and copies to the device allocate: a bucket's buffers and index tables."""
+
+    nbytes = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = untouched(*args, kwargs.get("dtype")) if func is torch.zeros else func(*args, **kwargs)
+        if func is torch.zeros or func is torch.Tensor.to:
+            self.nbytes += result.nbytes
+        return result
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+
+
+def untouched(*shape: Any) -> torch.Tensor:
+    """Zeros in pages that the system provides when they are first used (torch writes to them at once). Last: the dtype."""
+    *sizes, dtype = shape
+    size = torch.Size(sizes[0] if isinstance(sizes[0], tuple) else sizes)
+    dtype = dtype or torch.float32
+    if not size.numel():
+        return torch.empty(size, dtype=dtype)
+    return torch.from_numpy(np.zeros(size.numel() * dtype.itemsize, np.uint8)).view(dtype).view(size)
+
+
+def loop_back(request: Collective, world: int, whole: bool = True) -> None:
+    """Complete a collective as if all ranks had sent what this one did; with ``whole`` false only its headers."""
+    part = slice(None) if whole else slice(0, wire.BODY)
+    if isinstance(request, AllReduce):
+        values = request.tensor.view(-1)
+        (values if whole else values[-wire.SUM_SLOTS :]).mul_(world)
+    elif isinstance(request, AllGather):
+        request.recv.view(world, -1)[:, part] = request.send[part]
+    elif isinstance(request, AllToAll):
+        request.recv.view(world, -1)[:, part] = request.send.view(world, -1)[0, part]
+    else:
+        raise AssertionError(f"unknown collective {type(request).__name__}")
+
+
+def steady_requests(exchange: BucketExchange, buffer: torch.Tensor, world: int) -> Iterator[Collective]:
+    """The collectives of one step without the handshake of the first one."""
+    for request in exchange.run(buffer, 0, 1.0):
+        handshake = isinstance(request, AllGather) and request.send.numel() == wire.HEADER_BYTES
+        if handshake:
+            loop_back(request, world)
+        else:
+            yield request
+
+
+def slots_of(parameters: Sequence[Parameter]) -> list[Slot]:
+    """The parameters one after another in a flat bucket."""
+    slots, offset = [], 0
+    for p in parameters:
+        stride = tuple(math.prod(p.shape[i + 1 :]) for i in range(len(p.shape)))
+        slots.append(Slot(p.name, offset, p.numel, p.shape, stride))
+        offset += p.numel
+    return slots
+
+
+def dry_run(parameters: Sequence[Parameter], spec: str, world: int, table: ParameterTable | None = None) -> Bucket:
+    """What rank 0 of ``world`` sends for one bucket of ``parameters`` in a step, and what it keeps for it.
+
+    Args:
+        parameters: in the bucket, in its order.
+        spec: of the compressor.
+        world: ranks.
+        table: all parameters of the model in declaration order; those of the bucket if left out.
+
+    Raises:
+        ConfigError: a bad spec.
+    """
+    compressor, config = parse_spec(spec)
+    table = table or ParameterTable(parameters)
+    block = getattr(config, "block", 256)
+    # A block's owner is its number modulo N; sizes depend on how the blocks of the parameters lie to one another only.
+    starts = [table.first_block(p.name, block) for p in parameters]
+    key = tuple(
+        ((p.shape, p.dtype, p.embedding), (start - starts[0]) % world)
+        for p, start in zip(parameters, starts, strict=True)
+    )
+    return _dry_run(key, block, format_spec(spec), world)
+
+
+@lru_cache(maxsize=4096)
+def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int) -> Bucket:
+    described: list[Parameter] = []
+    padding: list[Parameter] = []  # stands for the parameters declared in between
+    number = 0
+    for i, ((shape, dtype, embedding), start) in enumerate(key):
+        gap = (start - number) % world
+        padding.append(Parameter(f"before {i}", gap * block, (gap * block,), dtype))
+        described.append(Parameter(f"p{i}", math.prod(shape), shape, dtype, embedding))
+        number += gap - -described[-1].numel // block
+    table = ParameterTable([p for pair in zip(padding, described, strict=True) for p in pair])
+    numel = sum(p.numel for p in described)
+    dtypes = {p.dtype for p in described}
+    choices = choose(described, spec, ())
+    compressed = sum(p.numel for p in described if choices[p.name].spec != "none")
+    if world == 1 or not compressed:
+        if world == 1:
+            return Bucket(numel, compressed, ())
+        width = max(dtype.itemsize for dtype in dtypes)
+        request = AllReduce(torch.empty(numel, dtype=_of_width(width), device="meta"), final=True)
+        return Bucket(numel, 0, (Request("AllReduce", request.wire_bytes(world), True),))
+
+    memory = Memory(table, 0, world)
+    ops: Any = _NoOps()
+    # fp32 whatever the gradients' type: payloads are encoded from fp32, and the copy of the bucket would be touched
+    buffer = untouched(numel, torch.float32)
+    with _Allocations() as allocations:
+        exchange = BucketExchange(slots_of(described), buffer, choices, Context(table, memory, 0, world, ops))
+    requests = []
+    for request in steady_requests(exchange, buffer, world):
+        requests.append(Request(type(request).__name__, request.wire_bytes(world), request.final))
+        if request.final:
+            break
+        loop_back(request, world, whole=False)
+    copy = 0 if dtypes == {torch.float32} else 4 * numel
+    return Bucket(numel, compressed, tuple(requests), memory.nbytes, allocations.nbytes - memory.nbytes + copy)
+
+
+def _of_width(width: int) -> torch.dtype:
+    return {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
+
+
+def ddp_buckets(
+    parameters: Sequence[Parameter], first: int = FIRST_BUCKET_BYTES, cap: int = BUCKET_BYTES
+) -> list[list[Parameter]]:
+    """The buckets that DDP makes after its first step, in the order of backward (reverse declaration), by DDP's own function."""
+    backward = list(reversed(parameters))
+    tensors = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in backward]
+    assignment: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    indices, _ = assignment(tensors, [first, cap], [False] * len(tensors))
+    return [[backward[i] for i in sorted(bucket)] for bucket in sorted(indices, key=min)]
+
+
+def deepspeed_buckets(parameters: Sequence[Parameter], elements: float) -> list[list[Parameter]]:
+    """ZeRO's buckets: filled in the order of backward until one more parameter would exceed ``reduce_bucket_size``."""
+    buckets: list[list[Parameter]] = [[]]
+    held = 0
+    for parameter in reversed(parameters):
+        if buckets[-1] and held + parameter.numel > elements:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(parameter)
+        held += parameter.numel
+    return buckets
+
+
+def scatter_run(parameters: Sequence[Parameter], spec: str, world: int, trainer: str) -> Bucket:
+    """As :func:`dry_run` for a reduce-scatter of the gradients of one unit (ZeRO-3, FSDP2)."""
+    numel = sum(p.numel for p in parameters)
+    if world == 1:
+        return Bucket(numel, numel, ())
+    if format_spec(spec) == "none":
+        width = max(p.dtype.itemsize for p in parameters)
+        return Bucket(numel, 0, (Request("ReduceScatter", width * numel * (world - 1) / world, True),))
+    found = dry_run(parameters, spec, world)
+    return Bucket(numel, found.compressed, found.requests[:1], found.residual, found.scratch)
