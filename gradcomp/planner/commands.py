@@ -45,7 +45,9 @@ Examples:
 
 def plan(
     file: Annotated[Path | None, typer.Argument(help="A TOML file; flags override it.")] = None,
-    params: Annotated[float | None, typer.Option(help="Parameters, e.g. 7e9: a LLaMA-like transformer is assumed.")] = None,
+    params: Annotated[
+        float | None, typer.Option(help="Parameters, e.g. 7e9: a LLaMA-like transformer is assumed.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="The model's Hugging Face config.json.")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs in all. [8]")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(help="GPUs that share a network card. [1]")] = None,
@@ -68,11 +70,14 @@ def plan(
     tflops: Annotated[float | None, typer.Option(help="A GPU reaches, if that time is not known. [125]")] = None,
     bucket_mb: Annotated[float | None, typer.Option(help="DDP's bucket_cap_mb. [25]")] = None,
     schemes: Annotated[
-        str | None, typer.Option(help="Of ddp, zero1, zero2, zero3, fsdp2, fsdp2-keep, zero1-paper, zero2-paper, zero++, diloco.")
+        str | None,
+        typer.Option(help="Of ddp, zero1, zero2, zero3, fsdp2, fsdp2-keep, zero1-paper, zero2-paper, zero++, diloco."),
     ] = None,
     compressors: Annotated[str | None, typer.Option(help='Specs separated by commas, or "all".')] = None,
     profile: Annotated[Path | None, typer.Option(help="What gradcomp probe wrote.")] = None,
-    safe: Annotated[bool | None, typer.Option("--safe", help="Recommend only what costs no accuracy as measured.")] = None,
+    safe: Annotated[
+        bool | None, typer.Option("--safe", help="Recommend only what costs no accuracy as measured.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all rows.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Step time against link speed, as PNG (needs matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,

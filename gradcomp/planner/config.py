@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gradcomp.compressors.base import require
 from gradcomp.errors import ConfigError
 from gradcomp.planner import model as models
-from gradcomp.planner.decide import DEFAULT_COMPRESSORS, DEFAULT_SCHEMES, Job
+from gradcomp.planner.predict import DEFAULT_COMPRESSORS, DEFAULT_SCHEMES, Job
 from gradcomp.planner.profile import Profile, assumed_network
 
 _SPEED = re.compile(r"^\s*([0-9.]+(?:e[0-9]+)?)\s*(k|m|g|t)?\s*(bps|bit/s|b/s|bit|b)?\s*$", re.IGNORECASE)
@@ -170,7 +170,9 @@ def make_job(file: Mapping[str, Any], flags: Mapping[str, Mapping[str, Any]]) ->
     Raises:
         ConfigError: an unknown field, or a value that is not allowed.
     """
-    merged: dict[str, Any] = {name: dict(values) if isinstance(values, Mapping) else values for name, values in file.items()}
+    merged: dict[str, Any] = {
+        name: dict(values) if isinstance(values, Mapping) else values for name, values in file.items()
+    }
     for section, values in flags.items():
         given = {field: value for field, value in values.items() if value is not None}
         if given and isinstance(merged.setdefault(section, {}), dict):
@@ -247,6 +249,8 @@ def _explain(problem: Any) -> str:
 
 def _allowed(problem: Any) -> str:
     message = str(problem["msg"])
-    return message[0].lower() + message[1:].removeprefix("nput should be ") if not message.startswith("Input should be ") else (
-        message.removeprefix("Input should be ")
+    return (
+        message[0].lower() + message[1:].removeprefix("nput should be ")
+        if not message.startswith("Input should be ")
+        else (message.removeprefix("Input should be "))
     )

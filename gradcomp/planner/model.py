@@ -131,7 +131,7 @@ def transformer(
         ):  # fmt: skip
             yield Tensor(f"layers.{i}.{name}.weight", shape)
 
-    units = [(Tensor("embed.weight", (vocabulary, hidden), embedding=True),)]
+    units: list[tuple[Tensor, ...]] = [(Tensor("embed.weight", (vocabulary, hidden), embedding=True),)]
     units += [tuple(layer(i)) for i in range(layers)]
     last = (Tensor("norm.weight", (hidden,)),) + (() if tied else (Tensor("head.weight", (vocabulary, hidden)),))
     made = Model((*units, last), wanted, hidden, heads, layers, vocabulary)
@@ -190,7 +190,9 @@ def from_config(config: Mapping[str, Any]) -> Model:
 
     layers, hidden = find("num_hidden_layers", "n_layer", "layers"), find("hidden_size", "n_embd", "hidden")
     for field, value in (("num_hidden_layers", layers), ("hidden_size", hidden)):
-        require(isinstance(value, int), field, value, "a whole number; the config must say how many layers, and how wide")
+        require(
+            isinstance(value, int), field, value, "a whole number; the config must say how many layers, and how wide"
+        )
     return transformer(
         layers=layers, hidden=hidden,
         heads=find("num_attention_heads", "n_head", "heads"), kv_heads=find("num_key_value_heads", "kv_heads"),

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gradcomp.errors import ConfigError
-from gradcomp.planner.decide import ZERO_BUCKET, Job, Row
+from gradcomp.planner.predict import ZERO_BUCKET, Job, Row
 from gradcomp.planner.volume import SCHEMES
 from gradcomp.registry import parse_spec
 
@@ -86,4 +86,6 @@ def paste(job: Job, row: Row) -> str:
         return ddp_lines(job, row)
     if trainer == "fsdp2":
         return fsdp_lines(job, row)
-    raise ConfigError(f"scheme={row.scheme!r}: allowed is a scheme that a trainer runs: ddp, zero1, zero2, zero3, fsdp2")
+    raise ConfigError(
+        f"scheme={row.scheme!r}: allowed is a scheme that a trainer runs: ddp, zero1, zero2, zero3, fsdp2"
+    )

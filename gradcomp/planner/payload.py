@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from gradcomp import wire
-from gradcomp.bucket import Parameter, ParameterTable, Slot
-from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective
+from gradcomp.bucket import Parameter, ParameterTable, Slot, shard_slots
+from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from gradcomp.engine import BucketExchange, Context
 from gradcomp.memory import Memory
 from gradcomp.registry import format_spec, parse_spec
@@ -75,13 +75,27 @@ class _NoOps:
         return lambda *args, **kwargs: None
 
 
-class _Allocations(TorchFunctionMode):
-    """Adds up what ``torch.zeros`` and copies to the device allocate: a bucket's buffers and index tables."""
+class _Dry(TorchFunctionMode):
+    """Large buffers stay untouched: they are allocated lazily, and what would fill or read them whole is left out.
 
-    nbytes = 0
+    ``nbytes``: what ``torch.zeros`` and copies to the device have allocated, a bucket's buffers and index tables.
+    """
+
+    _LARGE = 1 << 20
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        large = bool(args) and isinstance(args[0], torch.Tensor) and args[0].numel() > self._LARGE
+        if large and func in (torch.Tensor.copy_, torch.Tensor.zero_, torch.Tensor.fill_):
+            return args[0]
+        if large and func is torch.isfinite:
+            return torch.ones(1, dtype=torch.bool)
+        if large and func is torch.Tensor.sum and len(args) == 1:
+            return torch.zeros(())
         result = untouched(*args, kwargs.get("dtype")) if func is torch.zeros else func(*args, **kwargs)
         if func is torch.zeros or func is torch.Tensor.to:
             self.nbytes += result.nbytes
@@ -90,7 +104,7 @@ class _Allocations(TorchFunctionMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
 
 def untouched(*shape: Any) -> torch.Tensor:
@@ -113,13 +127,18 @@ def loop_back(request: Collective, world: int, whole: bool = True) -> None:
         request.recv.view(world, -1)[:, part] = request.send[part]
     elif isinstance(request, AllToAll):
         request.recv.view(world, -1)[:, part] = request.send.view(world, -1)[0, part]
+    elif isinstance(request, ReduceScatter):
+        if whole:
+            torch.mul(request.send.view(world, -1)[0], world, out=request.recv)
     else:
         raise AssertionError(f"unknown collective {type(request).__name__}")
 
 
-def steady_requests(exchange: BucketExchange, buffer: torch.Tensor, world: int) -> Iterator[Collective]:
+def steady_requests(
+    exchange: BucketExchange, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None
+) -> Iterator[Collective]:
     """The collectives of one step without the handshake of the first one."""
-    for request in exchange.run(buffer, 0, 1.0):
+    for request in exchange.run(buffer, 0, 1.0, out):
         handshake = isinstance(request, AllGather) and request.send.numel() == wire.HEADER_BYTES
         if handshake:
             loop_back(request, world)
@@ -149,7 +168,7 @@ def dry_run(parameters: Sequence[Parameter], spec: str, world: int, table: Param
     Raises:
         ConfigError: a bad spec.
     """
-    compressor, config = parse_spec(spec)
+    _compressor, config = parse_spec(spec)
     table = table or ParameterTable(parameters)
     block = getattr(config, "block", 256)
     # A block's owner is its number modulo N; sizes depend on how the blocks of the parameters lie to one another only.
@@ -187,16 +206,12 @@ def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int) -> Bucket:
     ops: Any = _NoOps()
     # fp32 whatever the gradients' type: payloads are encoded from fp32, and the copy of the bucket would be touched
     buffer = untouched(numel, torch.float32)
-    with _Allocations() as allocations:
+    with _Dry() as dry:
         exchange = BucketExchange(slots_of(described), buffer, choices, Context(table, memory, 0, world, ops))
-    requests = []
-    for request in steady_requests(exchange, buffer, world):
-        requests.append(Request(type(request).__name__, request.wire_bytes(world), request.final))
-        if request.final:
-            break
-        loop_back(request, world, whole=False)
+        scratch = dry.nbytes
+        requests = _record(exchange, buffer, world)
     copy = 0 if dtypes == {torch.float32} else 4 * numel
-    return Bucket(numel, compressed, tuple(requests), memory.nbytes, allocations.nbytes - memory.nbytes + copy)
+    return Bucket(numel, compressed, requests, memory.nbytes, scratch - memory.nbytes + copy)
 
 
 def _of_width(width: int) -> torch.dtype:
@@ -228,12 +243,56 @@ def deepspeed_buckets(parameters: Sequence[Parameter], elements: float) -> list[
 
 
 def scatter_run(parameters: Sequence[Parameter], spec: str, world: int, trainer: str) -> Bucket:
-    """As :func:`dry_run` for a reduce-scatter of the gradients of one unit (ZeRO-3, FSDP2)."""
-    numel = sum(p.numel for p in parameters)
+    """As :func:`dry_run` for a reduce-scatter of the gradients of one unit (ZeRO-3, FSDP2).
+
+    Each rank's piece of a parameter: FSDP2 cuts the first dimension, DeepSpeed the flattened parameter.
+
+    Raises:
+        UnsupportedError: the compressor does not fit a reduce-scatter.
+    """
+    compressor, config = parse_spec(spec)
+    compressor.check_scatter(config)
+    key = tuple((p.shape, p.dtype, p.embedding) for p in parameters)
+    return _scatter_run(key, format_spec(spec), world, trainer == "fsdp2")
+
+
+@lru_cache(maxsize=1024)
+def _scatter_run(key: tuple[Any, ...], spec: str, world: int, by_rows: bool) -> Bucket:
+    described = []
+    for i, (shape, dtype, embedding) in enumerate(key):
+        numel = math.prod(shape)
+        chunk = -(-shape[0] // world) * (numel // shape[0]) if by_rows else -(-numel // world)
+        described.append(Parameter(f"p{i}", numel, shape, dtype, embedding, chunk))
+    numel = sum(p.numel for p in described)
+    slots, row = shard_slots(described, world)
+    choices = choose(described, spec, ())
+    compressed = sum(p.numel for p in described if choices[p.name].spec != "none")
     if world == 1:
-        return Bucket(numel, numel, ())
-    if format_spec(spec) == "none":
-        width = max(p.dtype.itemsize for p in parameters)
-        return Bucket(numel, 0, (Request("ReduceScatter", width * numel * (world - 1) / world, True),))
-    found = dry_run(parameters, spec, world)
-    return Bucket(numel, found.compressed, found.requests[:1], found.residual, found.scratch)
+        return Bucket(numel, compressed, ())
+    width = max(p.dtype.itemsize for p in described)
+    if not compressed:
+        flat = torch.empty(world * row, dtype=_of_width(width), device="meta")
+        request = ReduceScatter(flat, flat[:row], final=True)
+        return Bucket(numel, 0, (Request("ReduceScatter", request.wire_bytes(world), True),))
+    memory = Memory(ParameterTable(described, world), 0, world)
+    ops: Any = _NoOps()
+    buffer, out = untouched(world * row, torch.float32), untouched(row, torch.float32)
+    with _Dry() as dry:
+        exchange = BucketExchange(slots, buffer, choices, Context(memory.table, memory, 0, world, ops), row)
+        scratch = dry.nbytes
+        requests = _record(exchange, buffer, world, out)
+    copy = 0 if width == 4 else 4 * (numel + row)
+    return Bucket(numel, compressed, requests, memory.nbytes, scratch - memory.nbytes + copy)
+
+
+def _record(
+    exchange: BucketExchange, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None
+) -> tuple[Request, ...]:
+    """The collectives of one step, up to the final one."""
+    requests = []
+    for request in steady_requests(exchange, buffer, world, out):
+        requests.append(Request(type(request).__name__, request.wire_bytes(world), request.final))
+        if request.final:
+            break
+        loop_back(request, world, whole=False)
+    return tuple(requests)

@@ -9,7 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from gradcomp.planner.decide import Plan, Row, predict
+from gradcomp.planner.decide import Plan
+from gradcomp.planner.predict import Row, predict
 from gradcomp.planner.volume import SCHEMES
 
 # Okabe and Ito's colours, told apart by most colour-blind readers too; black is for the uncompressed run.

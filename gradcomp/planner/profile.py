@@ -200,7 +200,9 @@ def assumed_codec(spec: str, device: str) -> Codec:
         source = "measured on one core of an AMD EPYC (Zen 4)"
         return Codec(tuple((_CPU_FIXED, rate) for rate in rates), source)
     table = _GPU_BYTES.get(name, (44.0, 8.0, 8.0))
-    return Codec(tuple((_GPU_FIXED, nbytes / GPU_BANDWIDTH) for nbytes in table), "computed from memory traffic, not measured")
+    return Codec(
+        tuple((_GPU_FIXED, nbytes / GPU_BANDWIDTH) for nbytes in table), "computed from memory traffic, not measured"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

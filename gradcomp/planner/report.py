@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gradcomp.planner import paste
-from gradcomp.planner.decide import Plan, Row
+from gradcomp.planner.decide import Plan
+from gradcomp.planner.predict import Row
 from gradcomp.planner.volume import SCHEMES
 
 FORMAT = 1
@@ -37,7 +38,9 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         console.print(f"{hidden} more rows with --all.", highlight=False)
     console.print()
     for line in plan.advice:
-        console.print(line, style="bold" if line is plan.advice[0] else "", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            line, style="bold" if line is plan.advice[0] else "", highlight=False, markup=False, soft_wrap=True
+        )
     even = [f"{spec} {_speed(speed)}" for spec, speed in plan.break_even.items()]
     if even and plan.best is not None:
         where = SCHEMES[plan.best.scheme].title
@@ -61,7 +64,9 @@ def _speed(speed: float | None) -> str:
 
 def shown_rows(plan: Plan) -> list[Row]:
     """The rows of the short table: the best, the fastest ones, and each scheme uncompressed."""
-    wanted = [row for row in plan.rows if row.compressor in ("none", "built in") or row is plan.best or row is plan.safe]
+    wanted = [
+        row for row in plan.rows if row.compressor in ("none", "built in") or row is plan.best or row is plan.safe
+    ]
     others = [row for row in plan.rows if row not in wanted]
     room = max(0, _SHOWN - len(wanted))
     return [row for row in plan.rows if row in wanted or row in others[:room]]
@@ -72,7 +77,15 @@ def make_table(plan: Plan, everything: bool = False) -> Table:
     table = Table(header_style="bold")
     for heading in ("", "scheme", "compressor"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("GB sent\nper step", "link\nbusy s", "waiting\ns", "codec\ns", "step\ns", "tokens/s", "GB per\nGPU"):
+    for heading in (
+        "GB sent\nper step",
+        "link\nbusy s",
+        "waiting\ns",
+        "codec\ns",
+        "step\ns",
+        "tokens/s",
+        "GB per\nGPU",
+    ):
         table.add_column(heading, justify="right")
     table.add_column("what binds")
     for row in plan.rows if everything else shown_rows(plan):

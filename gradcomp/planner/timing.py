@@ -173,27 +173,27 @@ def sharded_micro_step(
     """
     clock = _Clock()
     total = sum(numel for numel, _ in units) or 1.0
-    started = 0.0
 
     def gather(numel: float) -> float:
-        sent = weight_bytes * numel * (ranks - 1) / ranks
-        seconds = network.seconds("AllGather", sent, ranks)
+        seconds = network.seconds("AllGather", weight_bytes * numel * (ranks - 1) / ranks, ranks)
         if not overlap:
             clock.link_free = max(clock.link_free, clock.now)
-            return clock.transfer(seconds)
-        clock.link_free = max(clock.link_free, started) + seconds
-        clock.link_busy += seconds
-        return clock.link_free
+        return clock.transfer(seconds)
 
-    def compute(numel: float, seconds: float, gathered: float) -> None:
-        nonlocal started
-        started = clock.now = max(clock.now, gathered)
-        clock.now += seconds * numel / total
+    def run(order: Sequence[tuple[float, Bucket]], seconds: float, gathering: bool, reducing: bool) -> None:
+        ready = gather(order[0][0]) if gathering else clock.now
+        for index, (numel, bucket) in enumerate(order):
+            clock.now = max(clock.now, ready)
+            following = order[index + 1][0] if index + 1 < len(order) and gathering else None
+            if overlap and following is not None:
+                ready = gather(following)  # while this unit computes
+            clock.now += seconds * numel / total
+            if reducing:
+                reduce(bucket)
+            if not overlap and following is not None:
+                ready = gather(following)
 
-    for numel, _ in units:
-        compute(numel, forward_seconds, gather(numel))
-    for numel, bucket in reversed(units):
-        compute(numel, backward_seconds, gather(numel) if gathers > 1 else clock.now)
+    def reduce(bucket: Bucket) -> None:
         for index, request in enumerate(bucket.requests):
             if codec is not None:
                 clock.work(codec.seconds(bucket.numel, index))
@@ -202,6 +202,7 @@ def sharded_micro_step(
                 clock.now = max(clock.now, end)
         if codec is not None:
             clock.work(codec.seconds(bucket.numel, len(bucket.requests)))
-    return Step(
-        max(clock.now, clock.link_free), forward_seconds + backward_seconds, clock.link_busy, clock.codec
-    )
+
+    run(units, forward_seconds, True, False)
+    run(list(reversed(units)), backward_seconds, gathers > 1, True)
+    return Step(max(clock.now, clock.link_free), forward_seconds + backward_seconds, clock.link_busy, clock.codec)

@@ -79,10 +79,10 @@ SCHEMES = {
         Scheme(name="ddp", title="DDP", trainer="ddp"),
         # DeepSpeed 0.19.8 all-reduces gradients at stages 1 and 2 by default (`reduce_scatter: true` with multi-rank buckets:
         # stage_1_and_2.py, allreduce_bucket), where the paper reduce-scatters: 1.5 times DDP's bytes instead of 1.
-        Scheme(name="zero1", title="ZeRO-1, DeepSpeed", gathers=1, sharded=_STATES),
-        Scheme(name="zero2", title="ZeRO-2, DeepSpeed", each_micro_step=True, gathers=1, sharded=_GRADIENTS),
+        Scheme(name="zero1", title="ZeRO-1", gathers=1, sharded=_STATES),
+        Scheme(name="zero2", title="ZeRO-2", each_micro_step=True, gathers=1, sharded=_GRADIENTS),
         Scheme(
-            name="zero3", title="ZeRO-3, DeepSpeed", gradients="reduce-scatter", each_micro_step=True, gathers=2,
+            name="zero3", title="ZeRO-3", gradients="reduce-scatter", each_micro_step=True, gathers=2,
             gathers_each_micro_step=True, sharded=_ALL,
         ),
         Scheme(
@@ -90,22 +90,22 @@ SCHEMES = {
             gathers_each_micro_step=True, sharded=_ALL, trainer="fsdp2",
         ),
         Scheme(
-            name="fsdp2-keep", title="FSDP2, reshard_after_forward=False", gradients="reduce-scatter",
+            name="fsdp2-keep", title="FSDP2, kept", gradients="reduce-scatter",
             each_micro_step=True, gathers=1, gathers_each_micro_step=True, sharded=_ALL, trainer="fsdp2",
         ),
         Scheme(
-            name="zero1-paper", title="ZeRO-1 as in the paper", gradients="reduce-scatter", gathers=1, sharded=_STATES,
+            name="zero1-paper", title="ZeRO-1, paper", gradients="reduce-scatter", gathers=1, sharded=_STATES,
             trainer="none",
         ),
         Scheme(
-            name="zero2-paper", title="ZeRO-2 as in the paper", gradients="reduce-scatter", each_micro_step=True,
+            name="zero2-paper", title="ZeRO-2, paper", gradients="reduce-scatter", each_micro_step=True,
             gathers=1, sharded=_GRADIENTS, trainer="none",
         ),
         Scheme(
-            name="zero++", title="ZeRO++ (qwZ, qgZ, hpZ)", gradients="reduce-scatter", each_micro_step=True, gathers=2,
+            name="zero++", title="ZeRO++", gradients="reduce-scatter", each_micro_step=True, gathers=2,
             gathers_each_micro_step=True, sharded=_ALL,
         ),
-        Scheme(name="diloco", title="DiLoCo, local steps", local_steps=100, trainer="none"),
+        Scheme(name="diloco", title="DiLoCo", local_steps=100, trainer="none"),
     )
 }  # fmt: skip
 
