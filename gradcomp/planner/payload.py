@@ -84,7 +84,7 @@ class _Dry(TorchFunctionMode):
     _LARGE = 1 << 20
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.nbytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
