@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -24,9 +25,9 @@ from gradcomp.engine import BucketExchange, Context
 from gradcomp.errors import ConfigError, GradcompError, UnsupportedError
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
-from gradcomp.registry import Spec, format_spec, parse_spec
+from gradcomp.registry import Spec, format_spec, parse_spec, without_unasked_feedback
 from gradcomp.replay import Held, LayoutReplay
-from gradcomp.rules import Choice, RuleLike, as_rules, choose
+from gradcomp.rules import Choice, Rule, RuleLike, as_rules, choose
 from gradcomp.schedule import Task, make_schedule, parse_schedule
 from gradcomp.stats import Counters, Stats
 
@@ -49,7 +50,8 @@ class Handle:
 
     Args:
         process_group: the group over which the trainer averages gradients.
-        parameters: all parameters in declaration order.
+        parameters: all parameters in declaration order. If they are cut into chunks (reduce-scatter), error feedback is off
+            unless a spec names it or is a config object: its residual would be the whole model on every rank.
         device: of the gradients.
         spec: compressor, or a function from the step to one.
         rules: see :class:`gradcomp.Rule`.
@@ -98,7 +100,7 @@ class Handle:
             allowed = "'auto' or 'inline': this trainer uses a bucket's result at once"
             require(not synchronous or name in ("auto", "inline"), "schedule", schedule, allowed)
             self._table = ParameterTable(parameters, self.group.world)
-            self._rules = as_rules(rules)
+            self._rules = self._as_rules(rules)
             self._ops = get_ops(device, backend)
             self._check_coverage(self._spec_at(0))
             return f"{self._describe()}, schedule {schedule!r}, {'a' if scaler is not None else 'no'} scaler"
@@ -119,6 +121,7 @@ class Handle:
         self._scale = 1.0
         self._exchanges: dict[Hashable, BucketExchange] = {}
         self._used: dict[Hashable, BucketExchange] = {}
+        self._used_in_step: set[Hashable] = set()
         self._norm_squared = 0.0
         self._saturated = 0
         self._left_out: dict[str, str] = {}
@@ -172,7 +175,7 @@ class Handle:
 
         def change() -> str:
             self._spec_text(spec, self._step)
-            self._spec, self._rules = spec, self._rules if rules is None else as_rules(rules)
+            self._spec, self._rules = spec, self._rules if rules is None else self._as_rules(rules)
             self._choices.clear()
             self._check_coverage(self._spec_at(self._step))
             return f"{self._describe()} at step {self._step}"
@@ -233,6 +236,12 @@ class Handle:
     def last_step_finite(self) -> bool:
         """Whether the last step was finite on all ranks."""
         return self._last_ok
+
+    @property
+    def keeps_feedback(self) -> bool:
+        """Whether the compressors that begin use error feedback."""
+        specs = {choice.spec for choice in self._choices_for(self._spec_at(0)).values()}
+        return any(getattr(parse_spec(spec)[1], "error_feedback", False) for spec in specs)
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that the trainer's bucket does not let this parameter be compressed, for :meth:`stats`."""
@@ -299,7 +308,18 @@ class Handle:
             self._counters.steps += 1
             self._counters.skipped_steps += not applied
             self._step += 1
+            self._release_unused()
         self._rounds_in_step = 0
+
+    def abort_step(self) -> None:
+        """An exception ended the trainer's step early: nothing of it was applied, so residuals go back to its begin."""
+        self._memory.discard()
+        self._schedule.abandon()
+        self._in_step = False
+        if self._counts_steps:
+            self._memory.rollback()
+            self._memory.begin()
+            self._rounds_in_step = 0
 
     def _replay_or_exchange(
         self,
@@ -366,7 +386,7 @@ class Handle:
         counters = self._counters
         compressed = any(exchange.compressed for exchange in self._used.values())
         expected = any(choice.bypassed is None for choice in (self._active_choices or {}).values())
-        if self.group.world > 1 and expected and not compressed:
+        if self.group.world > 1 and expected and not compressed and not self._synchronous:
             raise UnsupportedError(
                 f"step {self._step}: nothing was compressed although {self._active} was asked for: the trainer's buckets held "
                 "none of the parameters that should be compressed"
@@ -387,8 +407,7 @@ class Handle:
         self._raw_counted = counters.last_raw_bytes
         counters.last_wire_bytes = self._sent() - self._sent_before
         self._layout = [[slot.name for slot in exchange.slots] for exchange in self._used.values() if exchange.slots]
-        for key in self._exchanges.keys() - self._used.keys():  # layouts that are gone: release their buffers
-            self._saturated += int(self._exchanges.pop(key).saturated)
+        self._used_in_step |= self._used.keys()
         self._rounds += 1
         self._in_step = False
         if self._counts_steps:
@@ -396,6 +415,13 @@ class Handle:
         else:
             counters.steps += 1
             self._step += 1
+            self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Drop the buffers of layouts that the step did not use: they are gone."""
+        for key in self._exchanges.keys() - self._used_in_step:
+            self._saturated += int(self._exchanges.pop(key).saturated)
+        self._used_in_step.clear()
 
     def _sent(self) -> int:
         return sum(group.bytes_sent for group in self._schedule.groups)
@@ -406,7 +432,14 @@ class Handle:
 
     # ---------------------------------------------------------------- specs
     def _spec_text(self, spec: SpecLike, step: int) -> str:
-        return format_spec(spec(step) if callable(spec) else spec)
+        spec = spec(step) if callable(spec) else spec
+        return format_spec(without_unasked_feedback(spec) if self._table.scatters else spec)
+
+    def _as_rules(self, rules: Iterable[RuleLike] | None) -> tuple[Rule, ...]:
+        checked = as_rules(rules)
+        if self._table.scatters:
+            return tuple(replace(rule, spec=without_unasked_feedback(rule.spec)) for rule in checked)
+        return checked
 
     def _spec_at(self, step: int) -> str:
         return self._spec_text(self._spec, step)

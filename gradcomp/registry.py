@@ -7,7 +7,7 @@ their name is used, so a broken plug-in cannot break ``import gradcomp``; or add
 from __future__ import annotations
 
 import types
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -152,6 +152,16 @@ def parse_specs(text: str) -> tuple[str, ...]:
             f"{', '.join(compressor_names())}"
         )
     return tuple(canonical)
+
+
+def without_unasked_feedback(spec: Spec) -> Spec:
+    """``spec`` with error feedback off, unless it is a string that names ``error_feedback`` or a config object."""
+    if not isinstance(spec, str):
+        return spec
+    _, config = parse_spec(spec)
+    if "error_feedback" in spec or not getattr(config, "error_feedback", False):
+        return spec
+    return format_spec(replace(config, error_feedback=False))
 
 
 def _text(value: object) -> str:

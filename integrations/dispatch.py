@@ -25,7 +25,10 @@ class _Trainer(NamedTuple):
     function: str
 
 
-_TRAINERS = (_Trainer("torch.nn.parallel", "DistributedDataParallel", "gradcomp.integrations.ddp", "register"),)
+_TRAINERS = (
+    _Trainer("torch.nn.parallel", "DistributedDataParallel", "gradcomp.integrations.ddp", "register"),
+    _Trainer("torch.distributed.fsdp", "FSDPModule", "gradcomp.integrations.fsdp", "register"),
+)
 
 
 def register(
@@ -42,7 +45,7 @@ def register(
     """Compress the gradients of a wrapped model from the next backward pass on. Call it on all ranks, after wrapping.
 
     Args:
-        model: a ``DistributedDataParallel`` module; its own process group is used.
+        model: a ``DistributedDataParallel`` or FSDP2 (``fully_shard``) module; its own process group is used.
         spec: ``"int8"`` (default), ``"powersgd:rank=4"``, a config object, or a function from the step to one of these.
         rules: which parameters get what, e.g. ``[("*.embed*", "none")]``; see :class:`gradcomp.Rule`.
         warmup_steps: the first steps are exchanged uncompressed.
@@ -62,6 +65,7 @@ def register(
         "rules": rules, "warmup_steps": warmup_steps, "schedule": schedule, "scaler": scaler, "optimizer": optimizer,
         "backend": backend,
     }  # fmt: skip
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     for base in type(model).__mro__:
         for trainer in _TRAINERS:
             if base.__module__.startswith(trainer.package) and trainer.name in ("", base.__name__):
@@ -69,5 +73,5 @@ def register(
                 return handle
     raise UnsupportedError(
         f"register() needs a DistributedDataParallel module, got {type(model).__name__}: wrap the "
-        "model first, ddp = DistributedDataParallel(model)"
+        "model first, ddp = DistributedDataParallel(model), or shard it, fully_shard(model)"
     )

@@ -95,7 +95,7 @@ def resume(rank: int, world: int, spec: str) -> bool:
 
 def accumulate(rank: int, world: int) -> dict[str, Any]:
     """Steps of three rounds, the second one skipped by the trainer, the third one not finite in its first round."""
-    handle, buckets = make(world, "onebit", counts_steps=True, warmup_steps=1)
+    handle, buckets = make(world, "onebit:error_feedback=true", counts_steps=True, warmup_steps=1)
     norms, said = [], []
     for step, applied in enumerate((True, True, False, True)):
         for turn in range(3):
@@ -120,12 +120,13 @@ def refuse(rank: int, world: int) -> list[str]:
     return said
 
 
-SPECS = ["none", "fp16", "bf16", "int8", "int4:error_feedback=false", "int8:error_feedback=true", "int4", "onebit"]
+FEEDBACK = "onebit:error_feedback=true"
+SPECS = ["none", "fp16", "bf16", "int8", "int4", "int8:error_feedback=true", "int4:error_feedback=true", FEEDBACK]
 RUNS = {
     world: Battery(
         world,
         {("follow", spec): (follow, (spec,)) for spec in SPECS}
-        | {("resume", spec): (resume, (spec,)) for spec in ("int8:stochastic=true", "onebit")}
+        | {("resume", spec): (resume, (spec,)) for spec in ("int8:stochastic=true", FEEDBACK)}
         | {"accumulate": (accumulate, ()), "refuse": (refuse, ())},
     )
     for world in (2, 3)
@@ -144,7 +145,7 @@ def test_shards_are_the_mean(world: int, spec: str) -> None:
 
 @worlds
 def test_bytes_are_those_of_a_reduce_scatter(world: int) -> None:
-    for spec, least in {"none": 1.0, "fp16": 1.8, "int8": 2.7, "onebit": 8.0}.items():
+    for spec, least in {"none": 1.0, "fp16": 1.8, "int8": 2.7, FEEDBACK: 8.0}.items():
         for result in RUNS[world]["follow", spec]:
             stats = result["stats"]
             assert stats["raw_bytes_per_step"] == pytest.approx(
@@ -154,7 +155,7 @@ def test_bytes_are_those_of_a_reduce_scatter(world: int) -> None:
 
 
 @worlds
-@pytest.mark.parametrize("spec", ["int8", "onebit", "int8:error_feedback=true"])
+@pytest.mark.parametrize("spec", ["int8", FEEDBACK, "int8:error_feedback=true"])
 def test_an_inf_reaches_every_shard_and_no_residual(world: int, spec: str) -> None:
     for result in RUNS[world]["follow", spec]:
         assert result["bad"] == [False, False]
@@ -164,7 +165,7 @@ def test_an_inf_reaches_every_shard_and_no_residual(world: int, spec: str) -> No
 
 
 @worlds
-@pytest.mark.parametrize("spec", ["int8:stochastic=true", "onebit"])
+@pytest.mark.parametrize("spec", ["int8:stochastic=true", FEEDBACK])
 def test_resume_is_exact(world: int, spec: str) -> None:
     assert all(RUNS[world]["resume", spec])
 
