@@ -114,8 +114,11 @@ _PYTHON_REDUCER = (
 )
 
 
-def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options: Any) -> Handle:
+def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", mine: Any = None, **options: Any) -> Handle:
     """Check ``ddp`` and make a handle for its process group. Collective.
+
+    Args:
+        mine: the state of the caller's hook, where that was registered before.
 
     Raises:
         UnsupportedError: a combination in which a hook cannot work.
@@ -125,9 +128,10 @@ def make_handle(ddp: DistributedDataParallel, spec: SpecLike = "int8", **options
             f"register() needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first, "
             "ddp = DistributedDataParallel(model)"
         )
-    if getattr(ddp, "_comm_hooks", None):
+    others = [hook for hook, state in getattr(ddp, "_comm_hooks", ()) if mine is None or state is not mine]
+    if others:
         raise UnsupportedError(
-            f"this DDP module already has the communication hook {ddp._comm_hooks[0][0].__qualname__}; DDP allows one. "
+            f"this DDP module already has the communication hook {others[0].__qualname__}; DDP allows one. "
             "Register gradcomp on a module without hook; to change the compressor later call handle.set()"
         )
     if getattr(ddp, "mixed_precision", None) is not None:
