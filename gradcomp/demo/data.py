@@ -61,13 +61,16 @@ class Dataset:
         return self.evaluation[rank::ranks], self.evaluation_labels[rank::ranks]
 
 
-def load(task: str, rank: int, ranks: int) -> Dataset:
+def load(task: str, rank: int, ranks: int, *, full: bool = False) -> Dataset:
     """The data of ``task`` (text or images) as ``rank`` of ``ranks`` sees it.
+
+    Evaluation data is 128 windows of text or 2000 images, which is enough for a curve; ``full``: 512 windows, or all of
+    Fashion-MNIST's 10000 test images.
 
     Raises:
         ConfigError: this machine has no data for the task; the message says what to install.
     """
-    return _text(rank, ranks) if task == "text" else _images(rank, ranks)
+    return _text(rank, ranks, 512 if full else 128) if task == "text" else _images(rank, ranks, 1 if full else 5)
 
 
 def describe(task: str) -> str:
@@ -104,7 +107,7 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _text(rank: int, ranks: int) -> Dataset:
+def _text(rank: int, ranks: int, shown: int) -> Dataset:
     files = _stdlib_files()
     held_out = files[::_HOLD_OUT_EVERY]
     training = [path for i, path in enumerate(files) if i % _HOLD_OUT_EVERY]
@@ -112,7 +115,7 @@ def _text(rank: int, ranks: int) -> Dataset:
     train = _read(training[rank::ranks])
     evaluation = _read(held_out)
     windows = evaluation.numel() // (CONTEXT + 1)
-    spread = torch.linspace(0, windows - 1, min(128, windows)).long()
+    spread = torch.linspace(0, windows - 1, min(shown, windows)).long()
     chosen = evaluation[: windows * (CONTEXT + 1)].view(windows, CONTEXT + 1)[spread].long()
     return Dataset(describe("text"), train, None, chosen, None)
 
@@ -121,7 +124,7 @@ def _read(paths: list[Path]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
 
 
-def _images(rank: int, ranks: int) -> Dataset:
+def _images(rank: int, ranks: int, every: int) -> Dataset:
     source = describe("images")
     if FASHION_MNIST.is_dir():
         train, train_labels, evaluation, evaluation_labels = (
@@ -130,8 +133,7 @@ def _images(rank: int, ranks: int) -> Dataset:
             for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
         )
         top = 255.0
-        # a fixed 2000 of the 10000 test images: enough for a curve
-        evaluation, evaluation_labels = evaluation[::5], evaluation_labels[::5]
+        evaluation, evaluation_labels = evaluation[::every], evaluation_labels[::every]
     else:
         from sklearn.datasets import load_digits
 

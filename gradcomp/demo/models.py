@@ -8,39 +8,37 @@ from torch.nn import functional as F
 
 from gradcomp.demo.data import CONTEXT
 
-WIDTH = 192
 HEADS = 4
-LAYERS = 3
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
+        batch, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         x = x + self.down(F.gelu(self.up(self.norm2(x))))
         return x
 
 
 class ByteTransformer(nn.Module):
-    """A decoder-only transformer over bytes, 1.4 M parameters."""
+    """A decoder-only transformer over bytes, by default of 1.4 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 192, layers: int = 3) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(256, WIDTH)
-        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        self.blocks = nn.Sequential(*(_Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.embedding = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.zeros(CONTEXT, width))
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, length, 256] for ``tokens`` int64 [batch, length]."""
