@@ -68,7 +68,7 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv constraints.txt
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch pyproject.toml
 	@echo "installing gradcomp[dev] into $(VENV)"
-	@$(PIP) -c constraints.txt --no-build-isolation -e ".[dev]"
+	@DS_BUILD_OPS=0 $(PIP) -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
 $(VENV)/.stamp-demo: $(VENV)/.stamp-torch pyproject.toml

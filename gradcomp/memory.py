@@ -206,6 +206,10 @@ class Memory:
                 buffer.current.copy_(buffer.origin)
             buffer.commits = 0
 
+    def holds(self, parameter: str) -> bool:
+        """Whether there is any residual of a parameter, whole or in pieces."""
+        return any(self.known(kind, p.name) for p in self.table.pieces(parameter) for kind in ("worker", "server"))
+
     def read_worker(self, name: str) -> Tensor | None:
         """All residual of a parameter (server part folded in), fp32 [numel]; None if there is none."""
         if self.known("server", name):

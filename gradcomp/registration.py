@@ -64,6 +64,7 @@ class Handle:
         synchronous: the trainer uses a bucket's result as soon as :meth:`submit` returns, and says :meth:`finish` when it
             has no more buckets.
         counts_steps: the trainer says :meth:`end_step`; a step may have several rounds of buckets (micro-batches).
+        trainer_dtype: in which the trainer itself would exchange gradients, if not in their own; for ``raw_bytes``.
 
     Raises:
         ConfigError, UnsupportedError, MismatchError: on every rank alike.
@@ -85,6 +86,7 @@ class Handle:
         find_unused: bool = False,
         synchronous: bool = False,
         counts_steps: bool = False,
+        trainer_dtype: torch.dtype | None = None,
     ) -> None:
         self.group = Group(process_group)
         self._spec: SpecLike = spec
@@ -108,6 +110,7 @@ class Handle:
         self.group.agree(check, "gradcomp registration")
         self._schedule = make_schedule("inline" if synchronous else schedule, self.group)
         self._synchronous, self._counts_steps = synchronous, counts_steps
+        self._trainer_dtype = trainer_dtype
         self._memory = Memory(self._table, self.group.rank, self.group.world)
         if counts_steps:
             self._memory.begin()
@@ -247,6 +250,42 @@ class Handle:
         """Note that the trainer's bucket does not let this parameter be compressed, for :meth:`stats`."""
         self._left_out[name] = reason
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any bucket came to this handle since the last :meth:`end_step`."""
+        return self._in_step or self._rounds_in_step > 0
+
+    def compresses(self, names: Iterable[str]) -> bool:
+        """Whether :meth:`submit` would do more for a bucket of these parameters than average it, in this step.
+
+        If not, a trainer may average it itself, and say :meth:`count_uncompressed`.
+        """
+        if not self._in_step:
+            self._begin_round()
+        if self.group.world == 1:
+            return False
+        names = list(names)
+        choices = self._active_choices or {}
+        return any(name in choices and choices[name].bypassed is None for name in names) or (
+            self._memory.active and any(self._memory.holds(name) for name in names)
+        )
+
+    def count_uncompressed(self, numel: int, *, scatter: bool = False) -> None:
+        """The trainer averages a bucket of ``numel`` elements itself (``scatter``: in a reduce-scatter)."""
+        if not self._in_step:
+            self._begin_round()
+        size = (self._trainer_dtype or torch.float32).itemsize
+        sent = (1 if scatter else 2) * (self.group.world - 1) * numel * size // self.group.world
+        self._counters.last_raw_bytes += sent
+        self.group.bytes_sent += sent
+        self.group.calls += 1
+
+    def reset(self) -> None:
+        """Forget all residuals and warm starts."""
+        self._between_steps("reset()")
+        self._memory.clear()
+        self._exchanges.clear()
+
     def submit(
         self,
         key: Hashable,
@@ -356,9 +395,8 @@ class Handle:
         self._used[key] = exchange
         values = buffer._values() if buffer.is_sparse else buffer
         passes = 2 if out is None else 1
-        self._counters.last_raw_bytes += (
-            passes * (self.group.world - 1) * values.numel() * values.element_size() // self.group.world
-        )
+        size = values.element_size() if self._trainer_dtype is None else self._trainer_dtype.itemsize
+        self._counters.last_raw_bytes += passes * (self.group.world - 1) * values.numel() * size // self.group.world
         if self._step % _NORM_EVERY == 0 and exchange.compressed:
             self._norm_squared += float(buffer.float().norm()) ** 2
         run = exchange.run(buffer, self._rounds, self._scale, out)

@@ -1,9 +1,10 @@
 """Integrations: the only place that knows a trainer; each module puts compression into one of them.
 
-``ddp``       :class:`torch.nn.parallel.DistributedDataParallel`, through its communication hook
-``fsdp``      FSDP2 (:func:`torch.distributed.fsdp.fully_shard`), through its custom communication and all-reduce hook
-``dcp``       :mod:`torch.distributed.checkpoint`: a handle's state beside model and optimizer
-``dispatch``  :func:`gradcomp.register`: the right one of them for a model
+``ddp``        :class:`torch.nn.parallel.DistributedDataParallel`, through its communication hook
+``fsdp``       FSDP2 (:func:`torch.distributed.fsdp.fully_shard`), through its custom communication and all-reduce hook
+``dcp``        :mod:`torch.distributed.checkpoint`: a handle's state beside model and optimizer
+``deepspeed``  DeepSpeed's engine at every ZeRO stage, and its removed 1-bit optimizers
+``dispatch``   :func:`gradcomp.register`: the right one of them for a model
 """
 
 if __name__ != "gradcomp.integrations":

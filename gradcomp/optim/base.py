@@ -37,6 +37,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from gradcomp.compressors.base import require
 from gradcomp.errors import ConfigError, GradcompError, UnsupportedError
 from gradcomp.optim.buckets import Buckets, Member, Source, leave_gradients_local
+from gradcomp.registration import Handle
 from gradcomp.registry import Spec, format_spec
 from gradcomp.rules import RuleLike
 from gradcomp.stats import Stats
@@ -97,12 +98,17 @@ class ExchangingOptimizer(Optimizer):
         self._rules = list(rules or ())
         self._cap = int(bucket_cap_mb * 2**20 / 4)
         self._options: dict[str, Any] = {"schedule": schedule, "backend": backend}
+        self.waiting = False
+        """While set, :meth:`step` does nothing: a trainer that steps its optimizer while it builds itself sets it."""
+        self.residuals_in_state = True
+        """Unset where a trainer saves one rank's state for all, and :attr:`momentum_handle`'s of every rank elsewhere."""
         self._process_group = process_group
         self._names: dict[int, str] = {}
         self._embeddings: set[int] = set()
         self._buckets: Buckets | None = None
         self._holes: dict[str, Tensor | None] = {}
         self._steps, self._calls = 0, 0
+        self._given: set[int] = set()
         super().__init__(params, defaults)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,10 +118,21 @@ class ExchangingOptimizer(Optimizer):
             self.attach(module)
 
     # ---------------------------------------------------------------- what a user calls
-    def attach(self, module: nn.Module) -> None:
+    def attach(
+        self,
+        module: nn.Module,
+        *,
+        masters: Mapping[int, Tensor] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Learn names and embeddings from the model; if it is a DDP module, make it leave gradients local.
 
         For that DDP gets a communication hook that passes buckets through. Call it on all ranks before the first step.
+
+        Args:
+            module: the model, plain or DDP.
+            masters: what a trainer has put into the parameter groups instead, by the parameters' ids.
+            process_group: over which to average, if it is not yet known.
 
         Raises:
             UnsupportedError: the DDP module already has a hook. GradcompError: too late.
@@ -126,9 +143,14 @@ class ExchangingOptimizer(Optimizer):
             leave_gradients_local(module)
             self._process_group = self._process_group or module.process_group
             module = module.module
+        self._process_group = self._process_group or process_group
+        stepped = {key: id(master) for key, master in (masters or {}).items()}
         for name, parameter in module.named_parameters():
-            self._names[id(parameter)] = name.replace("_orig_mod.", "")  # of torch.compile
-        self._embeddings |= {id(m.weight) for m in module.modules() if isinstance(m, _EMBEDDINGS)}
+            key = stepped.get(id(parameter), id(parameter))
+            self._names[key] = name.replace("_orig_mod.", "")  # of torch.compile
+            self._given.add(key)
+        weights = [id(m.weight) for m in module.modules() if isinstance(m, _EMBEDDINGS)]
+        self._embeddings |= {stepped.get(key, key) for key in weights}
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -143,6 +165,8 @@ class ExchangingOptimizer(Optimizer):
             MismatchError, ExchangeError: as in backward() under :func:`gradcomp.register`.
         """
         loss = None
+        if self.waiting:
+            return loss
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -167,7 +191,7 @@ class ExchangingOptimizer(Optimizer):
             "algorithm": type(self).__name__,
             "step": self._steps,
             "progress": self._progress(),
-            "exchange": None if self._buckets is None else self._buckets.compressed.state_dict(),
+            "exchange": self.momentum_handle.state_dict() if self._buckets and self.residuals_in_state else None,
         }
         return {**super().state_dict(), "gradcomp": own}
 
@@ -216,6 +240,24 @@ class ExchangingOptimizer(Optimizer):
         if getattr(self, "_buckets", None) is not None:
             raise GradcompError("add_param_group() must be called before the first step: buckets are fixed by then")
         super().add_param_group(param_group)
+        self._given.update(id(parameter) for parameter in self.param_groups[-1]["params"])
+
+    @property
+    def momentum_handle(self) -> Handle:
+        """The handle of the compressed exchange, which holds the residuals. Collective, at the first call."""
+        self._set_up()
+        return self._exchange.compressed
+
+    def get_grads_for_reduction(self) -> None:
+        """DeepSpeed's engine asks for the gradients that it shall average: it must not.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            f"DeepSpeed's engine is about to average the gradients, which {type(self).__name__} exchanges itself: call "
+            "gradcomp.integrations.deepspeed.initialize() instead of deepspeed.initialize()"
+        )
 
     def close(self) -> None:
         """Stop the worker threads of the ``thread`` schedule."""
@@ -362,6 +404,13 @@ class ExchangingOptimizer(Optimizer):
         if not dist.is_initialized():
             raise UnsupportedError(
                 f"{type(self).__name__} averages over a process group: call torch.distributed.init_process_group() first"
+            )
+        now = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if not now <= self._given:
+            raise UnsupportedError(
+                f"the trainer has replaced the parameters of {type(self).__name__} by others (flat shards of ZeRO, master "
+                "copies), which gradcomp does not know; with DeepSpeed call gradcomp.integrations.deepspeed.initialize() "
+                "at stage 0, with others use plain DDP"
             )
         sources = []
         for number, group in enumerate(self.param_groups):
