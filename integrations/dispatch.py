@@ -46,7 +46,8 @@ def register(
     """Compress the gradients of a wrapped model from the next backward pass on. Call it on all ranks, after wrapping.
 
     Args:
-        model: a ``DistributedDataParallel`` or FSDP2 (``fully_shard``) module, or a DeepSpeed engine; its own process group is used.
+        model: a ``DistributedDataParallel`` or FSDP2 (``fully_shard``) module, or a DeepSpeed engine; its own process group is
+            used.
         spec: ``"int8"`` (default), ``"powersgd:rank=4"``, a config object, or a function from the step to one of these.
         rules: which parameters get what, e.g. ``[("*.embed*", "none")]``; see :class:`gradcomp.Rule`.
         warmup_steps: the first steps are exchanged uncompressed.
@@ -73,6 +74,6 @@ def register(
                 handle: Handle = getattr(import_module(trainer.module), trainer.function)(model, spec, **options)
                 return handle
     raise UnsupportedError(
-        f"register() needs a DistributedDataParallel module, an FSDP2 module or a DeepSpeed engine, got {type(model).__name__}: wrap "
-        "the model first, ddp = DistributedDataParallel(model), or shard it, fully_shard(model)"
+        f"register() needs a DistributedDataParallel module, an FSDP2 module or a DeepSpeed engine, got {type(model).__name__}: "
+        "wrap the model first, ddp = DistributedDataParallel(model), or shard it, fully_shard(model)"
     )
