@@ -51,7 +51,8 @@ class Parameter:
     """What the engine knows of a parameter. ``embedding``: its rows are looked up, so most gradient rows are zero.
 
     ``chunk``: the trainer reduce-scatters gradients, and this many elements of the flattened parameter are one rank's (the
-    last ranks may have fewer, or none).
+    last ranks may have fewer, or none). ``permuted``: in which order the flattened parameter is, depends on the number of
+    ranks (sharding along another dimension than the first).
     """
 
     name: str
@@ -60,6 +61,7 @@ class Parameter:
     dtype: torch.dtype
     embedding: bool = False
     chunk: int | None = None
+    permuted: bool = False
 
     def pieces(self, world: int) -> list[Parameter]:
         """The parameter itself, or what each of ``world`` ranks has of it."""

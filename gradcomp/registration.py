@@ -216,6 +216,13 @@ class Handle:
         self._between_steps("load_state_dict()")
         states = [state] if isinstance(state, Mapping) else list(state)
         step, exact = agree_on_states(self.group, self._memory, states)
+        permuted = [p.name for p in self._table.whole.values() if p.permuted]
+        held = self.keeps_feedback or any(name in state["worker"] for state in states for name in permuted)
+        if permuted and held and not exact:
+            raise UnsupportedError(
+                f"load_state_dict: residuals of parameters that are not sharded along their first dimension ({permuted[:5]}) fit "
+                "the world size in which they were saved only"
+            )
         self._memory.load_state_dicts(states, exact)
         self._exchanges.clear()
         self._step = step

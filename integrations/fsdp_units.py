@@ -230,7 +230,9 @@ def _nothing() -> None:
 def describe(units: Sequence[Unit], *, chunks: bool) -> list[Parameter]:
     """The trainable parameters for the handle: whole ones cut into ``chunks``, or this rank's shards."""
     return [
-        Parameter(p.name, p.numel, p.shape, p.fsdp.sharded_param.dtype, p.embedding, p.chunk)
+        Parameter(
+            p.name, p.numel, p.shape, p.fsdp.sharded_param.dtype, p.embedding, p.chunk, p.fsdp.fsdp_placement.dim > 0
+        )
         if chunks
         else Parameter(p.name, math.prod(p.local), p.local, p.fsdp.sharded_param.dtype, p.embedding)
         for unit in units

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import gradcomp
@@ -42,6 +43,11 @@ def setup(
     model = shard(workers.Net(seed, width))
     handle = register(model, spec, **options) if spec is not None else None
     return model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), handle
+
+
+def by_columns(parameter: nn.Parameter) -> Shard | None:
+    """Matrices are sharded along their second dimension."""
+    return Shard(1) if parameter.ndim == 2 else None
 
 
 def register(model: nn.Module, spec: str, **options: Any) -> gradcomp.Handle:
@@ -108,9 +114,7 @@ def gradients(rank: int, world: int, spec: str, how: str) -> dict[str, Any]:
     if how.startswith("reshard "):
         options["reshard_after_forward"] = {"True": True, "False": False, "2": 2}[how.split()[1]]
     if how == "rows of columns":
-        options["shard_placement_fn"] = lambda p: (
-            torch.distributed.tensor.Shard(1) if p.ndim == 2 and p.shape[1] % 4 == 0 else None
-        )
+        options["shard_placement_fn"] = by_columns
     results = []
     for own in (False, True):
         model = shard(workers.Net(0, WIDTH), **options)
@@ -397,3 +401,22 @@ def resumed(rank: int, world: int, spec: str) -> dict[str, Any]:
         set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
         step, held = handle.step, len(handle.state_dict()["worker"])
         return {"straight": straight, "resumed": go_on(model, optimizer), "step": step, "held": held}
+
+
+# ---------------------------------------------------------------- documentation
+def snippet(rank: int, world: int, code: str) -> int:
+    """Run a snippet of integrations/README.md, then train two steps; returns the bytes that were sent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64), nn.Linear(64, 100))
+    tokens = torch.randint(0, 100, (8,), generator=torch.Generator().manual_seed(rank))
+    names: dict[str, Any] = {
+        "torch": torch, "gradcomp": gradcomp, "model": model, "loader": [(tokens, tokens)] * 2,
+        "loss_fn": nn.functional.cross_entropy, "print": lambda *args: None,
+    }  # fmt: skip
+    with shared_folder() as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="gradcomp: error feedback in FSDP2")
+        exec(code.replace('"checkpoint"', repr(folder)), names)
+        for x, y in names["loader"]:
+            names["loss_fn"](model(x), y).backward()
+    assert names["handle"].step >= 2
+    return int(names["handle"].stats().wire_bytes)

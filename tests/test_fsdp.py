@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import fsdp_cases as cases
@@ -12,6 +14,7 @@ from workers import Battery
 import gradcomp
 from gradcomp.integrations.dcp import HandleState
 
+ROOT = Path(__file__).resolve().parent.parent
 STEPS = 40
 RATE = {"lr": 0.02}
 RUNS: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -29,6 +32,20 @@ SETTINGS = (
 )  # fmt: skip
 FEEDBACK = ("int8:error_feedback=true", "int4:error_feedback=true", "onebit:error_feedback=true")
 RESUMED = ("int8:error_feedback=true", "onebit", "onebit:error_feedback=true")
+
+
+def snippets() -> list[str]:
+    """The Python and diff snippets of the FSDP2 section of integrations/README.md."""
+    section = re.search(r"\n## FSDP2\n(.*?)\n## ", (ROOT / "integrations" / "README.md").read_text(), re.DOTALL)
+    assert section is not None
+    found = []
+    for kind, body in re.findall(r"```(python|diff)\n(.*?)```", section[1], re.DOTALL):
+        lines = body.splitlines()
+        if kind == "diff":
+            lines = [line[1:] for line in lines if not line.startswith("-")]
+        found.append("\n".join(lines))
+    return found
+
 
 TWO = Battery(
     2,
@@ -49,6 +66,7 @@ TWO = Battery(
         **{("gathered", dtype): (cases.gathered, (dtype, STEPS)) for dtype in (None, "bfloat16")},
         "both": (cases.both, (STEPS,)),
         **{("resumed", spec): (cases.resumed, (spec,)) for spec in RESUMED},
+        **{("snippet", number): (cases.snippet, (code,)) for number, code in enumerate(snippets())},
         **{("raises", how): (raises, (how,)) for how in REFUSALS},
     },
     timeout=400,
@@ -239,3 +257,15 @@ def test_gradients_and_weights_in_int8() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(gradcomp.ConfigError, match="saved_world_size=0: allowed is a whole number of at least 1"):
         HandleState(None, saved_world_size=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", range(len(snippets())))
+def test_the_documentation_runs_as_written(number: int) -> None:
+    assert all(sent > 0 for sent in TWO["snippet", number])
+
+
+def test_the_documentation_has_an_example_of_each_function() -> None:
+    text = "".join(snippets())
+    assert all(
+        name in text for name in ("gradcomp.register(", "register_hsdp(", "register_all_gather(", "HandleState(")
+    )
