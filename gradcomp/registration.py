@@ -253,6 +253,21 @@ class Handle:
         specs = {choice.spec for choice in self._choices_for(self._spec_at(0)).values()}
         return any(getattr(parse_spec(spec)[1], "error_feedback", False) for spec in specs)
 
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """All parameters in declaration order, as they were registered."""
+        return tuple(self._table.whole.values())
+
+    @property
+    def buckets(self) -> Sequence[Sequence[str]]:
+        """The names in each bucket of the last round, in the order in which they were exchanged."""
+        return self._layout
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules in force."""
+        return self._rules
+
     def leave_out(self, name: str, reason: str) -> None:
         """Note that the trainer's bucket does not let this parameter be compressed, for :meth:`stats`."""
         self._left_out[name] = reason

@@ -5,12 +5,14 @@ library's schedules on a virtual clock; ``decide`` predicts, ranks and explains;
 ``plot`` and ``paste`` say it; ``autotune`` does it to a live handle. README.md beside this file answers the usual questions.
 """
 
+from gradcomp.planner.autotune import Autotune
 from gradcomp.planner.decide import Plan, plan
 from gradcomp.planner.model import Model, from_config, from_parameters, transformer
 from gradcomp.planner.predict import Job, Row, predict
 from gradcomp.planner.profile import Profile, assumed_network
 
 __all__ = [
+    "Autotune",
     "Job",
     "Model",
     "Plan",

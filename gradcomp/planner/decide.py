@@ -12,7 +12,7 @@ from typing import Any
 
 from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.planner import volume
-from gradcomp.planner.predict import Job, Row, buckets_of, duration, predict, step_time
+from gradcomp.planner.predict import Job, Row, buckets_of, duration, effective_spec, predict, step_time
 from gradcomp.planner.volume import SCHEMES
 from gradcomp.registry import format_spec, parse_spec
 
@@ -45,7 +45,7 @@ def plan(job: Job) -> Plan:
                 continue  # the compressor does not fit a reduce-scatter, or the scheme has its own
     rows.sort(key=lambda row: (row.fits is False, not row.available, row.step_seconds))
     candidates = [row for row in rows if row.fits is not False and row.available]
-    harmless = [row for row in candidates if risk(row.compressor) <= 2]
+    harmless = [row for row in candidates if risk(row.compressor, row.scheme) <= 2]
     safe = choose(harmless)
     best = safe if job.safe else choose(candidates)
     even = {} if best is None else break_even(job, best.scheme)
@@ -55,17 +55,17 @@ def plan(job: Job) -> Plan:
     return made
 
 
-def risk(spec: str) -> int:
-    """0: uncompressed; 1: rounding; 2: int8, nearly unbiased; 3: biased with error feedback; 4: strongly biased."""
+def risk(spec: str, scheme: str = "ddp") -> int:
+    """0: uncompressed; 1: rounding; 2: int8, nearly unbiased; 3: biased with error feedback; 4: strongly biased, or without."""
     if spec in ("none", "built in"):
         return 0
-    compressor, _config = parse_spec(spec)
+    compressor, config = parse_spec(effective_spec(SCHEMES[scheme], spec))
     traits = compressor.traits
     if not traits.biased:
         return 1
-    if traits.strongly_biased:
-        return 4
-    return 2 if traits.memory == 0 and traits.bits >= 8 else 3
+    if traits.memory == 0 and traits.bits >= 8:
+        return 2
+    return 4 if traits.strongly_biased or not getattr(config, "error_feedback", True) else 3
 
 
 def choose(rows: Sequence[Row]) -> Row | None:
@@ -74,7 +74,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
         return None
     fastest = min(row.step_seconds for row in rows)
     close = [row for row in rows if row.step_seconds <= (1 + MARGIN) * fastest]
-    return min(close, key=lambda row: (risk(row.compressor), row.step_seconds, row.memory_bytes))
+    return min(close, key=lambda row: (risk(row.compressor, row.scheme), row.step_seconds, row.memory_bytes))
 
 
 def break_even(job: Job, scheme: str) -> dict[str, float | None]:
@@ -228,6 +228,12 @@ def _warnings(made: Plan) -> list[str]:
             said.append(
                 "Under Adam what compression gets wrong goes into the second moment: gradcomp.optim.OneBitAdam compresses "
                 "momentum instead."
+            )
+        feedback = getattr(parse_spec(best.compressor)[1], "error_feedback", False)
+        if feedback and not getattr(parse_spec(effective_spec(SCHEMES[best.scheme], best.compressor))[1], "error_feedback", True):
+            said.append(
+                f"With {SCHEMES[best.scheme].title} {best.compressor} runs without error feedback, whose residual would have the "
+                "size of the whole model; error_feedback=true turns it on."
             )
         if made.safe is not None and made.safe is not best:
             slower = made.safe.step_seconds / best.step_seconds

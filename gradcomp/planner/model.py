@@ -6,6 +6,7 @@ A model is a list of *units* (what FSDP wraps: usually a layer) in declaration o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,14 +87,18 @@ class Model:
             for child in module.modules()
             if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         }
-        units: dict[str, list[Tensor]] = {}
-        for name, p in module.named_parameters():
-            if p.requires_grad:
-                parts = name.split(".")
-                digits = [i for i, part in enumerate(parts) if part.isdigit()]
-                unit = ".".join(parts[: digits[0] + 1]) if digits else ""
-                units.setdefault(unit, []).append(Tensor(name, tuple(p.shape), id(p) in embeddings))
-        return Model(tuple(map(tuple, units.values())), title=type(module).__name__)
+        tensors = [
+            Tensor(name, tuple(p.shape), id(p) in embeddings) for name, p in module.named_parameters() if p.requires_grad
+        ]
+        units = [tuple(members) for _, members in itertools.groupby(tensors, key=lambda tensor: _layer(tensor.name))]
+        return Model(tuple(units), title=type(module).__name__)
+
+
+def _layer(name: str) -> str:
+    """The part of a parameter's name up to the first number: its layer."""
+    parts = name.split(".")
+    digits = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: digits[0] + 1]) if digits else ""
 
 
 def transformer(

@@ -8,8 +8,8 @@ there is no second set of numbers. Buffers are allocated but not touched, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -24,8 +24,9 @@ from gradcomp.bucket import Parameter, ParameterTable, Slot, shard_slots
 from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from gradcomp.engine import BucketExchange, Context
 from gradcomp.memory import Memory
+from gradcomp.planner.volume import sent_bytes
 from gradcomp.registry import format_spec, parse_spec
-from gradcomp.rules import choose
+from gradcomp.rules import Choice, choose
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -55,6 +56,11 @@ class Bucket:
     def nbytes(self) -> float:
         """Bytes that each rank sends."""
         return sum(request.nbytes for request in self.requests)
+
+    def on(self, backend: str) -> Bucket:
+        """The same with the bytes that ``backend`` really sends."""
+        requests = tuple(replace(r, nbytes=sent_bytes(r.kind, r.nbytes, backend)) for r in self.requests)
+        return replace(self, requests=requests)
 
     def scaled(self, factor: float) -> Bucket:
         """The same for ``factor`` times the elements."""
@@ -192,25 +198,38 @@ def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int) -> Bucket:
         number += gap - -described[-1].numel // block
     table = ParameterTable([p for pair in zip(padding, described, strict=True) for p in pair])
     numel = sum(p.numel for p in described)
-    dtypes = {p.dtype for p in described}
     choices = choose(described, spec, ())
     compressed = sum(p.numel for p in described if choices[p.name].spec != "none")
-    if world == 1 or not compressed:
-        if world == 1:
-            return Bucket(numel, compressed, ())
-        width = max(dtype.itemsize for dtype in dtypes)
-        request = AllReduce(torch.empty(numel, dtype=_of_width(width), device="meta"), final=True)
-        return Bucket(numel, 0, (Request("AllReduce", request.wire_bytes(world), True),))
+    if world == 1:
+        return Bucket(numel, compressed, ())
+    if not compressed:
+        return plain(described, world)
+    return run_dry(described, choices, table, world)
 
+
+def plain(parameters: Sequence[Parameter], world: int) -> Bucket:
+    """The uncompressed all-reduce of a bucket, in the gradients' type."""
+    numel = sum(p.numel for p in parameters)
+    width = max(p.dtype.itemsize for p in parameters)
+    request = AllReduce(torch.empty(numel, dtype=_of_width(width), device="meta"), final=True)
+    return Bucket(numel, 0, (Request("AllReduce", request.wire_bytes(world), True),))
+
+
+def run_dry(
+    parameters: Sequence[Parameter], choices: Mapping[str, Choice], table: ParameterTable, world: int
+) -> Bucket:
+    """As :func:`dry_run`, for any choice of compressors, at least one of which is not ``none``."""
+    numel = sum(p.numel for p in parameters)
+    compressed = sum(p.numel for p in parameters if choices[p.name].spec != "none")
     memory = Memory(table, 0, world)
     ops: Any = _NoOps()
     # fp32 whatever the gradients' type: payloads are encoded from fp32, and the copy of the bucket would be touched
     buffer = untouched(numel, torch.float32)
     with _Dry() as dry:
-        exchange = BucketExchange(slots_of(described), buffer, choices, Context(table, memory, 0, world, ops))
+        exchange = BucketExchange(slots_of(parameters), buffer, choices, Context(table, memory, 0, world, ops))
         scratch = dry.nbytes
         requests = _record(exchange, buffer, world)
-    copy = 0 if dtypes == {torch.float32} else 4 * numel
+    copy = 0 if all(p.dtype == torch.float32 for p in parameters) else 4 * numel
     return Bucket(numel, compressed, requests, memory.nbytes, scratch - memory.nbytes + copy)
 
 

@@ -15,7 +15,7 @@ from gradcomp.planner import memory, payload, timing, volume
 from gradcomp.planner.model import Model
 from gradcomp.planner.profile import Codec, Network, Profile, assumed_codec
 from gradcomp.planner.volume import SCHEMES, Scheme
-from gradcomp.registry import format_spec, parse_spec
+from gradcomp.registry import Spec, format_spec, parse_spec, without_unasked_feedback
 
 DEFAULT_SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero++", "diloco")
 DEFAULT_COMPRESSORS = ("none", "fp16", "int8", "int4", "onebit", "topk", "powersgd")
@@ -144,7 +144,13 @@ class Row:
 
 def buckets_of(job: Job, scheme: Scheme, spec: str) -> list[payload.Bucket]:
     """The exchanges of one round of gradients, in the order of backward."""
-    return _buckets(_Key(job.model, job.gpus, job.precision, job.bucket_mb), scheme, format_spec(spec))
+    key = _Key(job.model, job.gpus, job.precision, job.bucket_mb, job.backend)
+    return _buckets(key, scheme, format_spec(effective_spec(scheme, spec)))
+
+
+def effective_spec(scheme: Scheme, spec: str) -> Spec:
+    """What the integrations make of ``spec``: where gradients are sharded, no error feedback unless it is asked for."""
+    return without_unasked_feedback(spec) if "gradients" in scheme.sharded else spec
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ class _Key:
     gpus: int
     precision: str
     bucket_mb: float
+    backend: str
 
 
 @lru_cache(maxsize=256)
@@ -162,7 +169,8 @@ def _buckets(key: _Key, scheme: Scheme, spec: str) -> list[payload.Bucket]:
     if scheme.gradients == "reduce-scatter":
         by_name = {p.name: p for p in parameters}
         units = [[by_name[t.name] for t in unit] for unit in model.units]
-        return [payload.scatter_run(unit, spec, ranks, scheme.trainer).scaled(model.scale) for unit in reversed(units)]
+        found = [payload.scatter_run(unit, spec, ranks, scheme.trainer).on(key.backend) for unit in reversed(units)]
+        return [bucket.scaled(model.scale) for bucket in found]
     if scheme.trainer == "deepspeed":
         layout = payload.deepspeed_buckets(parameters, ZERO_BUCKET)
     else:

@@ -33,6 +33,7 @@ from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
 from gradcomp.planner.payload import loop_back, slots_of, steady_requests
 from gradcomp.planner.profile import Codec, Curve, Profile
+from gradcomp.planner.volume import sent_bytes
 from gradcomp.registry import format_spec
 from gradcomp.rules import choose
 
@@ -96,7 +97,8 @@ def measure_collectives(
                     group.run(request)
                 _settle(device)
                 times.append(_slowest(group, (time.perf_counter() - begun) / repeats))
-            points.append((float(request.wire_bytes(group.world)), statistics.median(times)))
+            sent = sent_bytes(kind, float(request.wire_bytes(group.world)), group.backend)
+            points.append((sent, statistics.median(times)))
             if once * 8 > _BUDGET * 2 and len(points) >= 3:
                 break
             size *= 8

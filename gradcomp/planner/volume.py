@@ -121,6 +121,15 @@ def zero_plus_plus(n: float, ranks: int, gpus_per_node: int = 1, hpz: bool = Tru
     return micro_steps * share(ranks) * n * (gathers * 1 + 0.5)
 
 
+def sent_bytes(kind: str, nbytes: float, backend: str) -> float:
+    """What a backend really sends for a collective that needs ``nbytes``.
+
+    gloo (torch 2.13) reduce-scatters by an all-reduce of everything, so twice as much: measured at the network interface
+    (tests/test_planner_ranks.py).
+    """
+    return 2 * nbytes if backend == "gloo" and kind == "ReduceScatter" else nbytes
+
+
 def nic_bytes(kind: str, sent: float, ranks: int, gpus_per_node: int) -> float:
     """What one node's NIC sends, when each of its g GPUs sends ``sent`` bytes in a flat collective over all N ranks.
 
