@@ -128,8 +128,8 @@ def format_spec(spec: Spec) -> str:
     return compressor.name + (":" + ",".join(options) if options else "")
 
 
-def parse_specs(text: str) -> tuple[str, ...]:
-    """``"none,topk:ratio=0.02,values=fp16,int8"`` as canonical specs; ``"all"`` is every compressor.
+def parse_specs(text: str, canonical: bool = True) -> tuple[str, ...]:
+    """``"none,topk:ratio=0.02,values=fp16,int8"`` as canonical specs, or as written; ``"all"`` is every compressor.
 
     A comma separates specs and also the options of one spec: a part that is an option belongs to the spec before it.
 
@@ -145,13 +145,13 @@ def parse_specs(text: str) -> tuple[str, ...]:
             specs[-1] += f",{part}"
         else:
             specs.append(part)
-    canonical = [format_spec(spec) for spec in specs]
-    if not canonical or len(set(canonical)) < len(canonical):
+    checked = [format_spec(spec) for spec in specs]
+    if not checked or len(set(checked)) < len(checked):
         raise ConfigError(
             f"compressors={text!r}: allowed are different specs, separated by commas, or 'all'; known are "
             f"{', '.join(compressor_names())}"
         )
-    return tuple(canonical)
+    return tuple(checked if canonical else specs)
 
 
 def without_unasked_feedback(spec: Spec) -> Spec:

@@ -102,7 +102,7 @@ def plan(
             },
             "compare": {
                 "schemes": None if schemes is None else [name.strip() for name in schemes.split(",")],
-                "compressors": None if compressors is None else list(parse_specs(compressors)),
+                "compressors": None if compressors is None else list(parse_specs(compressors, canonical=False)),
                 "safe": safe,
             },
         }  # fmt: skip

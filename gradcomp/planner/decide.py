@@ -38,7 +38,7 @@ def plan(job: Job) -> Plan:
     """Predict every choice and decide."""
     rows = []
     for scheme in job.schemes:
-        for spec in dict.fromkeys(format_spec(spec) for spec in job.compressors):
+        for spec in dict.fromkeys(job.compressors):
             try:
                 rows.append(predict(job, scheme, spec))
             except UnsupportedError:
@@ -80,7 +80,7 @@ def choose(rows: Sequence[Row]) -> Row | None:
 def break_even(job: Job, scheme: str) -> dict[str, float | None]:
     """For each compressor: the link speed in Gb/s below which its step is shorter than that of ``none``."""
     speeds: dict[str, float | None] = {}
-    for spec in dict.fromkeys(format_spec(spec) for spec in job.compressors):
+    for spec in dict.fromkeys(job.compressors):
         if spec == "none" or SCHEMES[scheme].name == "zero++" or job.gpus == 1:
             continue
         try:
@@ -230,7 +230,9 @@ def _warnings(made: Plan) -> list[str]:
                 "momentum instead."
             )
         feedback = getattr(parse_spec(best.compressor)[1], "error_feedback", False)
-        if feedback and not getattr(parse_spec(effective_spec(SCHEMES[best.scheme], best.compressor))[1], "error_feedback", True):
+        if feedback and not getattr(
+            parse_spec(effective_spec(SCHEMES[best.scheme], best.compressor))[1], "error_feedback", True
+        ):
             said.append(
                 f"With {SCHEMES[best.scheme].title} {best.compressor} runs without error feedback, whose residual would have the "
                 "size of the whole model; error_feedback=true turns it on."

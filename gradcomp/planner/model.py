@@ -88,7 +88,9 @@ class Model:
             if isinstance(child, (torch.nn.Embedding, torch.nn.EmbeddingBag))
         }
         tensors = [
-            Tensor(name, tuple(p.shape), id(p) in embeddings) for name, p in module.named_parameters() if p.requires_grad
+            Tensor(name, tuple(p.shape), id(p) in embeddings)
+            for name, p in module.named_parameters()
+            if p.requires_grad
         ]
         units = [tuple(members) for _, members in itertools.groupby(tensors, key=lambda tensor: _layer(tensor.name))]
         return Model(tuple(units), title=type(module).__name__)

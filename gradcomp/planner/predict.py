@@ -190,8 +190,9 @@ def predict(job: Job, scheme_name: str, spec: str, network: Network | None = Non
     if scheme.name == "diloco":
         scheme = replace(scheme, local_steps=job.local_steps)
     network = network or job.network
-    spec = format_spec(spec)
-    plain = spec == "none"
+    plain = (
+        format_spec(spec) == "none"
+    )  # kept as written, since error_feedback=true means something where it is the default
     if (scheme.name in ("zero++", "diloco") or scheme.trainer == "none") and not plain:
         raise UnsupportedError(f"{scheme.title} is planned with its own exchange only: allowed is none")
     n, ranks, width, micro = job.model.numel, job.gpus, job.width, job.accumulation
@@ -226,7 +227,7 @@ def step_time(job: Job, scheme: Scheme, spec: str, buckets: Sequence[payload.Buc
     """One optimizer step of ``job``, with all its micro-steps."""
     forward, backward = job.compute()
     n, ranks, width, micro = job.model.numel, job.gpus, job.width, job.accumulation
-    codec = None if spec == "none" else job.codec(spec)
+    codec = None if format_spec(spec) == "none" else job.codec(spec)
     micro_compute = timing.compute_only(forward + backward)
     tail = timing.compute_only(_optimizer_seconds(job, scheme))
     if ranks == 1:
