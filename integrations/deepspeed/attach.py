@@ -17,7 +17,7 @@ from gradcomp.bucket import Parameter
 from gradcomp.compressors.twophase import TwoPhase
 from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.integrations.deepspeed import checkpoint, stages
-from gradcomp.integrations.deepspeed.checks import check_engine
+from gradcomp.integrations.deepspeed.checks import agree_on_engine
 from gradcomp.optim.base import ExchangingOptimizer
 from gradcomp.registration import Handle, Scaler, SpecLike
 from gradcomp.registry import Spec, format_spec, parse_spec
@@ -113,15 +113,18 @@ def attach(
         UnsupportedError: a DeepSpeed version or configuration in which gradients go other ways. ConfigError,
             MismatchError: as for :func:`gradcomp.register`.
     """
-    stage = check_engine(engine)
-    if scaler is not None:
-        raise ConfigError(f"scaler={scaler!r}: allowed is None with DeepSpeed, whose own loss scale is used")
+    basic = getattr(engine, "basic_optimizer", None)
+    if isinstance(basic, ExchangingOptimizer):
+        raise UnsupportedError(
+            f"{type(basic).__name__} exchanges momentum itself, so there are no gradients left to compress; use "
+            "another optimizer, or attach_optimizer(engine) alone"
+        )
     if getattr(engine, "gradcomp", None) is not None:
         raise UnsupportedError("this engine already has a handle, engine.gradcomp: use its set(), or detach() it first")
-    if isinstance(engine.basic_optimizer, ExchangingOptimizer):
-        raise UnsupportedError(
-            f"{type(engine.basic_optimizer).__name__} exchanges momentum itself, so there are no gradients left to compress; use "
-            "another optimizer, or attach_optimizer(engine) alone"
+    stage = agree_on_engine(engine)
+    if scaler is not None:
+        raise ConfigError(
+            f"scaler={type(scaler).__name__}: allowed is None with DeepSpeed, whose own loss scale is used"
         )
     parameters = stages.describe_parameters(engine)
     if not parameters:

@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from gradcomp.collectives import Group
 from gradcomp.errors import UnsupportedError
 
 TESTED = ((0, 19, 8), (0, 20, 0))
@@ -84,10 +85,11 @@ def signature_of(kind: type[Any], name: str) -> str:
     return f"({', '.join(inspect.signature(method).parameters)})"
 
 
-def check_engine(engine: Any) -> int:
+def agree_on_engine(engine: Any) -> int:
     """Refuse what gradients would go past, or what would be averaged differently; returns the stage that reduces.
 
-    That is the ZeRO stage, but 0 for ``BF16_Optimizer``, whose gradients the engine reduces.
+    That is the ZeRO stage, but 0 for ``BF16_Optimizer``, whose gradients the engine reduces. Collective, so that no rank
+    waits for one that refuses.
 
     Raises:
         UnsupportedError: all reasons at once, each with what to do instead.
@@ -96,6 +98,18 @@ def check_engine(engine: Any) -> int:
         raise UnsupportedError(
             f"attach() needs the engine that deepspeed.initialize() returned, got {type(engine).__name__}"
         )
+    stage = 0
+
+    def check() -> str:
+        nonlocal stage
+        stage = _check(engine)
+        return f"ZeRO {stage}"
+
+    Group(engine.seq_data_parallel_group).agree(check, "gradcomp and DeepSpeed")
+    return stage
+
+
+def _check(engine: Any) -> int:
     check_installation()
     if type(engine) is not DeepSpeedEngine:
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.integrations.deepspeed import checkpoint, stages
-from gradcomp.integrations.deepspeed.checks import check_engine
+from gradcomp.integrations.deepspeed.checks import agree_on_engine
 from gradcomp.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from gradcomp.optim.base import ExchangingOptimizer
 
@@ -65,7 +65,7 @@ def attach_optimizer(engine: Any) -> ExchangingOptimizer:
             f"attach_optimizer() needs an engine whose optimizer is one of {', '.join(OPTIMIZERS)} of gradcomp.optim, got "
             f"{type(optimizer).__name__}; to compress gradients call attach(engine)"
         )
-    check_engine(engine)
+    agree_on_engine(engine)
     if engine.zero_optimization_stage() or isinstance(engine.optimizer, BF16_Optimizer):
         raise UnsupportedError(f"{type(optimizer).__name__} {_STAGE_0}")
     if engine.has_moe_layers:
