@@ -4,7 +4,7 @@
     python benchmarks/kernels.py --quick             # 1 M elements, a few repetitions: does it run?
     python benchmarks/kernels.py --out FILE          # also append the rows as JSON lines
 
-Every repetition is paired with a copy of ``--elements`` fp32 in the same process, so that a busy machine slows both.
+Every repetition is paired with a copy of as many fp32 elements in the same process, so that a busy machine slows both.
 
 ``of copy``  bytes that the kernel must move per second / bytes that the copy moves per second. Must move: each input and
 output once, although a processor reads an output's cache line before it writes it, which the copy suffers as well.
@@ -17,57 +17,48 @@ divided by the kernel's time. ``default``: as users have it, where every large t
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import schema
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from gradcomp.kernels.ops import Blocks, Matrices, Ops, ShardLayout
 from gradcomp.kernels.select import get_ops
 
 WORLD = 2
+LARGE = 10_000_000
+"""Elements from which on whole models are measured in PowerSGD's steps."""
 TUNED = {
     "MALLOC_TOP_PAD_": str(1 << 30),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
 
-RESNET50 = [
-    *[(64, 147)],
-    *[(64, 64), (64, 256), (64, 256)],
-    *[(64, 576)] * 3,
-    *[(256, 64)] * 4,
-    *[(128, 256)],
-    *[(128, 512)] * 3,
-    *[(128, 1152)] * 4,
-    *[(512, 128)] * 4,
-    *[(512, 256)],
-    *[(256, 512)],
-    *[(256, 1024)] * 5,
-    *[(256, 2304)] * 6,
-    *[(1024, 256)] * 6,
-    *[(1024, 512)],
-    *[(512, 1024)],
-    *[(512, 2048)] * 2,
-    *[(512, 4608)] * 3,
-    *[(2048, 512)] * 3,
-    *[(2048, 1024)],
-    *[(1000, 2048)],
-]
+
+def resnet50() -> list[tuple[int, int]]:
+    """Its convolutions and its head as matrices, equal ones next to each other as in the library."""
+    shapes, before = [(64, 147), (1000, 2048)], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += [(width, before), (width, 9 * width), (4 * width, width)]
+            shapes += [(4 * width, before)] * (block == 0)
+            before = 4 * width
+    return sorted(shapes)
+
+
 TRANSFORMER = [*[(768, 768)] * 24, *[(3072, 768)] * 6, *[(768, 3072)] * 6]
 
 
@@ -267,8 +258,8 @@ def one_type(ops: Ops, flat: Tensor, dtype: torch.dtype, name: str) -> Iterator[
 
 
 def powersgd_cases(ops: Ops, n: int, gen: torch.Generator) -> Iterator[Case]:
-    small = n < 10_000_000
-    yield one_model(ops, "ResNet-50", RESNET50[:4] if small else RESNET50, gen)
+    small = n < LARGE
+    yield one_model(ops, "ResNet-50", resnet50()[:4] if small else resnet50(), gen)
     yield one_model(ops, "6 x 768 transformer", TRANSFORMER[:1] if small else TRANSFORMER, gen)
 
 
@@ -298,11 +289,6 @@ def one_model(ops: Ops, model: str, shapes: list[tuple[int, int]], gen: torch.Ge
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def quantiles(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {f"p{q}": float(f"{ordered[round(q / 100 * (len(ordered) - 1))]:.4g}") for q in (20, 50, 80)}
-
-
 def timed(run: Callable[[], object]) -> float:
     """CPU time of this thread in ms: other processes do not count, page faults do."""
     start = time.thread_time()
@@ -330,123 +316,97 @@ def torch_times(n: int, seed: int, only: str, reps: int) -> Iterator[list[float]
             yield measure(case.torch_ops, lambda: None, reps)[1]
 
 
-def machine() -> dict[str, Any]:
-    model, family, flags = platform.processor() or platform.machine(), "", ""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = (line.partition(":") for line in info.read_text().splitlines())
-        fields = {key.strip(): value.strip() for key, _, value in lines}
-        model = fields.get("model name", model)
-        flags = fields.get("flags", "")
-        family = f"family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
-    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    huge = pages.read_text().partition("[")[2].partition("]")[0] if pages.exists() else ""
-    found = {"cpu": model, "family": family, "cores": os.cpu_count(), "avx512": "avx512f" in flags.split()}
-    return {**found, "huge_pages": huge, "load": round(os.getloadavg()[0], 1)}
+def torch_by_allocator(n: int, args: argparse.Namespace, reps: int) -> dict[str, Iterator[list[float]]]:
+    """Times of the torch operations of all cases, in a fresh process for each allocator.
 
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("gradcomp", "torch", "numba", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):  # a checkout on PYTHONPATH has no version
-            found[name] = version(name)
+    Fresh for the default one as well: a process that has freed large blocks keeps them.
+    """
+    command = [sys.executable, __file__, "--torch-only", f"--elements={n}", f"--reps={reps}"]
+    command += [f"--seed={args.seed}", f"--only={args.only}"]
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    found = {}
+    for allocator, extra in (("default", {}), ("tuned", TUNED)):
+        text = subprocess.run(command, env={**plain, **extra}, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found[allocator] = iter(json.loads(text))
     return found
+
+
+def measure_case(
+    case: Case, config: dict[str, Any], by_allocator: dict[str, Iterator[list[float]]], source: Tensor, target: Tensor
+) -> schema.Row:
+    copied = config["elements"] if case.copy_of is None else case.copy_of
+    here, there = source[:copied], target[:copied]
+    copies, times = measure(case.run, lambda: there.copy_(here), config["reps"])
+    pairs = list(zip(copies, times, strict=True))
+    measured: dict[str, Any] = {
+        "kernel_ms": schema.quantiles(times),
+        "copy_ms": schema.quantiles(copies),
+        "must_move_bytes": round(case.moved),
+        "of_copy": schema.quantiles([case.moved / t / (8 * copied / c) for c, t in pairs]),
+    }
+    if case.copy_of is not None:
+        measured["copies"] = schema.quantiles([t / c for c, t in pairs])
+    if case.torch_ops is not None:
+        for allocator, results in by_allocator.items():
+            slow = schema.quantiles(next(results))
+            measured[f"torch_{allocator}_ms"] = slow
+            measured[f"torch_{allocator}_ratio"] = float(f"{slow.p50 / measured['kernel_ms'].p50:.3g}")
+    config = {"kernel": case.name, "backend": "numba", "threads": 1, **config, **case.config}
+    return schema.Row.make("kernels", config=config, seed=config.pop("seed"), measured=measured)
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def cells(row: schema.Row, case: Case) -> list[str]:
+    met, unit, sign = ("copies", " copies", "<=") if case.copy_of else ("of_copy", "", ">=")
+    score = row.measured[met]
+    assert isinstance(score, schema.Quantiles)
+    passed = case.target is None or (score.p50 <= case.target if case.copy_of else score.p50 >= case.target)
+    return [
+        case.name + "".join(f", {k} {v}" for k, v in case.config.items() if k not in ("bits", "matrices", "elements")),
+        f"{row.number('kernel_ms'):.2f}",
+        f"{row.number('copy_ms'):.2f}",
+        f"{score.p20:.2f}/{score.p50:.2f}/{score.p80:.2f}{unit}",
+        "" if case.target is None else f"{sign} {case.target:g} {'yes' if passed else 'NO'}",
+        *(
+            f"{row.number(key):.1f}x" if (key := f"torch_{a}_ratio") in row.measured else ""
+            for a in ("default", "tuned")
+        ),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=25_000_000, help="fp32 elements of the bucket")
     parser.add_argument("--reps", type=int, default=21, help="repetitions per kernel")
-    parser.add_argument("--quick", action="store_true", help="1 M elements, 5 repetitions")
+    parser.add_argument("--quick", action="store_true", help="1 M elements, 3 repetitions")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append the rows to this file, as JSON lines")
     parser.add_argument("--torch-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    n, reps = (1_000_000, 5) if args.quick else (args.elements, args.reps)
+    n, reps = (1_000_000, 3) if args.quick else (args.elements, args.reps)
     n = n // (2048 * WORLD) * 2048 * WORLD
     torch.set_num_threads(1)
     few = max(3, reps // 4)
     if args.torch_only:
-        print(json.dumps(list(torch_times(n, args.seed, args.only, few))))
+        print(json.dumps(list(torch_times(n, args.seed, args.only, args.reps))))
         return
-
-    # The default allocator is measured in a fresh process as well: one that has freed large blocks keeps them.
-    command = [sys.executable, __file__, "--torch-only", f"--elements={n}", f"--reps={reps}", f"--seed={args.seed}"]
-    command.append(f"--only={args.only}")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path[1:2]]))
-    by_allocator = {}
-    for allocator, extra in (("default", {}), ("tuned", TUNED)):
-        text = subprocess.run(command, env={**environment, **extra}, check=True, capture_output=True, text=True).stdout
-        by_allocator[allocator] = iter(json.loads(text))
-
-    source = torch.randn(n)
-    target = torch.zeros(n)
-    head = {"machine": machine(), "versions": versions(), "date": datetime.date.today().isoformat(), "threads": 1}
+    by_allocator = torch_by_allocator(n, args, few)
+    largest = max(n, sum(m * c for m, c in TRANSFORMER)) if n >= LARGE else max(n, 768 * 768)
+    source, target = torch.randn(largest), torch.zeros(largest)
+    headings = ["kernel", "ms", "copy ms", "of copy p20/p50/p80", "target", "torch default", "torch tuned"]
+    table = Table(*headings, title=f"{schema.machine().cpu}, 1 thread, {n:,} elements")
     rows = []
     for case in cases(n, args.seed, args.only):
-        copied = n if case.copy_of is None else case.copy_of
-        if copied > source.numel():
-            source, target = torch.randn(copied), torch.zeros(copied)
-        here, there = source[:copied], target[:copied]
-        copies, times = measure(case.run, lambda a=here, b=there: b.copy_(a), reps)
-        row: dict[str, Any] = {**head, "kernel": case.name, "config": {"elements": n, "reps": reps, "seed": args.seed}}
-        row["config"].update(case.config)
-        row |= {"ms": quantiles(times), "copy_ms": quantiles(copies), "must_move_bytes": round(case.moved)}
-        row["of_copy"] = quantiles([case.moved / t / (8 * copied / c) for c, t in zip(copies, times, strict=True)])
-        if case.copy_of is not None:
-            row["copies"] = quantiles([t / c for c, t in zip(copies, times, strict=True)])
-        row["target"] = case.target
-        if case.torch_ops is not None:
-            for allocator, results in by_allocator.items():
-                slow = quantiles(next(results))
-                row[f"torch_{allocator}_ms"] = slow
-                row[f"torch_{allocator}_ratio"] = float(f"{slow['p50'] / row['ms']['p50']:.3g}")
-        rows.append(row)
-        show_line(row)
-    show(rows)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with args.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-# --- output -----------------------------------------------------------------------------------------------------------
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    config = {k: v for k, v in row["config"].items() if k not in ("elements", "reps", "seed", "bits", "matrices")}
-    met = "copies" if "copies" in row else "of_copy"
-    score, target = row[met]["p50"], row["target"]
-    passed = target is not None and (score <= target if met == "copies" else score >= target)
-    verdict = "" if target is None else f"{'<=' if met == 'copies' else '>='} {target:g} {'yes' if passed else 'NO'}"
-    spread = "/".join(f"{row[met][q]:.2f}" for q in ("p20", "p50", "p80"))
-    unit = " copies" if met == "copies" else ""
-    ratios = [f"{row[key]:.1f}x" if (key := f"torch_{a}_ratio") in row else "" for a in ("default", "tuned")]
-    name = row["kernel"] + "".join(f", {k} {v}" for k, v in config.items())
-    return [name, f"{row['ms']['p50']:.2f}", f"{row['copy_ms']['p50']:.2f}", spread + unit, verdict, *ratios]
-
-
-HEADINGS = ["kernel", "ms", "copy ms", "of copy p20/p50/p80", "target", "torch default", "torch tuned"]
-
-
-def show_line(row: dict[str, Any]) -> None:
-    print("  ".join(cells(row)), file=sys.stderr, flush=True)
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        for line in [HEADINGS, *(cells(row) for row in rows)]:
-            print("\t".join(line))
-        return
-    table = Table(*HEADINGS, title=f"{rows[0]['machine']['cpu']}, 1 thread" if rows else "nothing selected")
-    for row in rows:
-        table.add_row(*cells(row))
+        config = {"elements": n, "reps": reps, "seed": args.seed}
+        rows.append(measure_case(case, config, by_allocator, source, target))
+        table.add_row(*cells(rows[-1], case))
+        print("  ".join(cells(rows[-1], case)), file=sys.stderr, flush=True)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if args.out is not None:
+        schema.append(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -195,20 +195,21 @@ def _lines(processes: Sequence[subprocess.Popen[str]], deadline: float) -> Itera
     """What the first process prints, until all have ended, one has failed, or the time is up."""
     stream: IO[str] | None = processes[0].stdout
     assert stream is not None
-    os.set_blocking(stream.fileno(), False)
-    rest, ended = b"", False
+    rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
         while time.monotonic() < deadline:
-            if not ended and selector.select(timeout=0.2):
+            states = [process.poll() for process in processes]  # before reading: what they have said is read below
+            wait = 0.2 if None in states else 0.0
+            while time.monotonic() < deadline and selector.get_map() and selector.select(wait):
                 chunk = os.read(stream.fileno(), 1 << 16)
-                ended = not chunk
+                if not chunk:
+                    selector.unregister(stream)
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from (line.decode() for line in lines)
-            states = [process.poll() for process in processes]
-            if ended:
-                if None not in states:
-                    return
+            if None not in states:  # a daemon that a rank has left may hold the stream open
+                return
+            if not selector.get_map():
                 time.sleep(0.05)
             if any(states):
                 deadline = min(deadline, time.monotonic() + _PATIENCE)

@@ -54,7 +54,8 @@ class Setting:
 
     def __str__(self) -> str:
         speed = f"{self.gigabits:g} Gb/s" if self.gigabits else "no limit"
-        return f"{speed}, {self.ranks} ranks, {self.plan.model}"
+        plan = self.plan
+        return f"{speed}, {self.ranks} ranks, {plan.trainer}, {plan.model}, batch {plan.batch}"
 
 
 def measure(setting: Setting, note: Any) -> tuple[dict[str, dict[str, Any]], str | None]:
@@ -70,7 +71,7 @@ def measure(setting: Setting, note: Any) -> tuple[dict[str, dict[str, Any]], str
 
     try:
         with links.star(setting.ranks, setting.gigabits, setting.latency_ms) as star:
-            star.launch([sys.executable, steps.__file__, setting.plan.dump()], hear)
+            star.launch([sys.executable, steps.__file__, setting.plan.dump()], hear, {"DS_ACCELERATOR": "cpu"})
     except links.LinksError as error:
         return found, str(error)
     return found, None
@@ -85,7 +86,7 @@ def rows(setting: Setting, found: dict[str, dict[str, Any]], error: str | None) 
         config: dict[str, Any] = {
             "exchange": name, "gigabits": setting.gigabits or None, "ranks": setting.ranks, "model": plan.model,
             "batch": plan.batch, "bucket_mb": plan.bucket_mb, "latency_ms": setting.latency_ms,
-            "trainer": "ddp", "cpu_limited": not 0 < setting.gigabits < links.CPU_LIMITED,
+            "trainer": plan.trainer, "cpu_limited": not 0 < setting.gigabits < links.CPU_LIMITED,
         }  # fmt: skip
         one = found.get(name)
         if one is None:
@@ -154,17 +155,23 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
         plan = steps.Plan([steps.NO_COMMUNICATION, "onebit"], rounds=1, seconds=0.1, most_steps=2)
         return [Setting(1.0, 2, 0.0, plan)]
     exchanges = arguments.exchanges or [*steps.BASELINES, *gradcomp.compressor_names()]
-    plan = steps.Plan(
-        exchanges, model=arguments.model, batch=arguments.batch, seconds=arguments.seconds, seed=arguments.seed
-    )
+    plan = steps.Plan(exchanges, model=arguments.model, seconds=arguments.seconds, seed=arguments.seed)
     made = []
-    for gigabits in arguments.gigabits:
-        for ranks in arguments.ranks:
-            one = plan
-            if gigabits == UNSHAPED:  # what the library costs by itself shows best in many small buckets
-                costs = [name for name in exchanges if name in (steps.NO_COMMUNICATION, steps.NO_HOOK, "none")]
-                one = replace(plan, exchanges=costs, bucket_mb=1.0, rounds=6, most_steps=120)
-            made.append(Setting(gigabits, ranks, arguments.latency_ms, one))
+    for ranks in arguments.ranks:
+        for gigabits in arguments.gigabits:
+            for batch in arguments.batch[:1] if ranks > 2 or gigabits < 1 else arguments.batch:
+                one = replace(plan, batch=batch)
+                if gigabits == UNSHAPED:  # what the library costs by itself shows best in many small buckets
+                    costs = [name for name in exchanges if name in (steps.NO_COMMUNICATION, steps.NO_HOOK, "none")]
+                    one = replace(plan, batch=batch, exchanges=costs, bucket_mb=1.0, rounds=6, most_steps=120)
+                made.append(Setting(gigabits, ranks, arguments.latency_ms, one))
+    if arguments.deepspeed:
+        pairs = [
+            (stage, spec) for stage in range(4) for spec in (None, "int8", "onebit") if stage < 2 or spec != "onebit"
+        ]
+        names = [steps.deepspeed_name(stage, spec) for stage, spec in pairs]
+        engines = replace(plan, exchanges=names, trainer="deepspeed", batch=arguments.batch[0])
+        made.append(Setting(1.0, 2, arguments.latency_ms, engines))
     return made
 
 
@@ -177,7 +184,9 @@ def main() -> int:
         "--latency-ms", type=float, default=0.0, help="from rank to rank, one way; needs the kernel's netem"
     )
     parser.add_argument("--model", choices=sorted(steps.MODELS), default="mlp")
-    parser.add_argument("--batch", type=int, default=8, help="samples or sequences per rank")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 256],
+                        help="samples or sequences per rank; all but the first with 2 ranks at 1 Gb/s and more only")  # fmt: skip
+    parser.add_argument("--deepspeed", action="store_true", help="DeepSpeed's ZeRO stages as well, at 1 Gb/s, 2 ranks")
     parser.add_argument(
         "--exchanges", nargs="+", help=f"any of {', '.join(steps.BASELINES)}, and gradcomp specs (default: all)"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import sys
 import time
@@ -40,6 +41,7 @@ class Plan:
     """``exchanges``: names above, or gradcomp specs. ``seconds``: the budget of timed steps for each."""
 
     exchanges: list[str]
+    trainer: str = "ddp"
     model: str = "mlp"
     batch: int = 8
     bucket_mb: float | None = None
@@ -165,6 +167,49 @@ def ddp_trial(name: str, plan: Plan) -> Trial:
     return Trial(name, step, lambda: handle.stats().wire_bytes_per_step, codec)
 
 
+def deepspeed_name(stage: int, spec: str | None = None) -> str:
+    """The exchange of a ZeRO stage, with DeepSpeed's own collectives or gradcomp's."""
+    return f"DeepSpeed ZeRO-{stage}" + (f", {spec}" if spec else "")
+
+
+def deepspeed_trial(name: str, plan: Plan) -> Trial:
+    """A DeepSpeed engine; ``name`` as :func:`deepspeed_name` makes it."""
+    import deepspeed
+
+    stage, _, spec = name.removeprefix("DeepSpeed ZeRO-").partition(", ")
+    torch.manual_seed(plan.seed)
+    model = MODELS[plan.model]()
+    config = {
+        "train_micro_batch_size_per_gpu": plan.batch, "gradient_accumulation_steps": 1, "steps_per_print": 10**9,
+        "zero_optimization": {"stage": int(stage), "overlap_comm": False}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    handle = gradcomp.register(engine, spec) if spec else None
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        engine.backward(F.cross_entropy(engine(inputs), targets))
+        engine.step()
+
+    if handle is None:
+        return Trial(name, step, lambda: 0)
+
+    def codec() -> float:
+        stats = handle.stats()
+        return stats.encode_seconds + stats.decode_seconds
+
+    return Trial(name, step, lambda: handle.stats().wire_bytes_per_step, codec)
+
+
+def start_deepspeed() -> None:
+    """On CPU and gloo, without compiling operations."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for one machine only, and compiled for a minute
+    deepspeed.init_distributed("gloo")
+
+
 # ---------------------------------------------------------------- measuring
 def sent() -> int:
     """Bytes that this rank's end of the link has sent, with all headers and acknowledgements."""
@@ -197,7 +242,7 @@ def measure(plan: Plan) -> None:
     batches = [MODELS[plan.model].batch(plan.batch, generator) for _ in range(8)]
     trials = []
     for name in plan.exchanges:
-        trial = ddp_trial(name, plan)
+        trial = deepspeed_trial(name, plan) if plan.trainer == "deepspeed" else ddp_trial(name, plan)
         for i in range(UNTIMED):
             timed_step(trial, *batches[i])
         last = slowest(trial.seconds[-1:])[0]  # the same on all ranks, and so is the number of steps
@@ -235,6 +280,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"])))
     dist.init_process_group("gloo")
+    if plan.trainer == "deepspeed":
+        start_deepspeed()
     measure(plan)
     dist.barrier()
     sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -10,12 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import exchange  # noqa: E402
 import links  # noqa: E402
+import peers  # noqa: E402
+import report  # noqa: E402
 import schema  # noqa: E402
 
 CANNOT_ISOLATE = links.why_not()
@@ -183,3 +188,77 @@ def test_network_without_root_says_so() -> None:
     assert done.returncode == 2
     assert "network.py: needs root, to make network namespaces: run it with sudo" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_kernels(tmp_path: Path) -> None:
+    rows = quick("kernels.py", tmp_path / "rows.jsonl", "--only", "int8")
+    assert len(rows) == 5
+    for row in rows:
+        assert row.error is None
+        assert row.number("kernel_ms") > 0
+        assert row.number("of_copy") > 0
+    assert rows[0].number("torch_default_ratio") > 0
+
+
+@pytest.mark.timeout(300)
+@needs_links
+def test_peers(tmp_path: Path) -> None:
+    ours, fp16 = quick("peers.py", tmp_path / "rows.jsonl")
+    assert ours.config["peer"] == "gradcomp int8"
+    assert 0.001 < ours.number("error_of_one") < 0.02
+    assert 1e-5 < fp16.number("error_of_one") < 1e-3
+    assert ours.number("calls") == 2
+    assert ours.number("link_bytes") < 0.7 * fp16.number("link_bytes")
+
+
+def test_a_peer_that_is_missing_gets_a_row_that_says_so() -> None:
+    found = peers.row(
+        "hivemind fp16", None, 1.0, argparse.Namespace(ranks=2, seed=0), {}, "rank 0: no module\nImportError: x"
+    )
+    assert found.error is not None
+    assert found.error.endswith("ImportError: x")
+    assert found.measured == {}
+
+
+def test_deepspeeds_packer_is_what_its_kernel_does() -> None:
+    """A bit per value, most significant last, set for zero and above."""
+    packer, values = exchange.Packer(), torch.tensor([1.0, -1.0, 0.0, -2.0, -3.0, 4.0, 5.0, -6.0])
+    packed = packer.packbits(values, 8, 0)
+    assert packed.tolist() == [0b01100101]
+    assert packer.unpackbits(packed, 1, 0).tolist() == [1, -1, 1, -1, -1, 1, 1, -1]
+
+
+# ---------------------------------------------------------------- the README
+def test_the_readme_says_what_the_results_say() -> None:
+    before = report.README.read_text()
+    assert "<!-- results: kernels -->" in before
+    assert report.rewritten(before) == before, "run python benchmarks/report.py"
+
+
+def test_every_committed_row_is_valid_and_every_section_made_from_it() -> None:
+    for path in schema.RESULTS.glob("*.jsonl"):
+        if path.stem in report.BENCHMARKS:
+            assert schema.read(path)
+    names = {match["name"] for match in report.MARKED.finditer(report.README.read_text())}
+    assert names <= set(report.SECTIONS)
+
+
+def test_a_stale_table_and_an_unknown_section_are_noticed() -> None:
+    stale = "a\n<!-- results: kernels -->\nstale text\n<!-- end of results -->\nb\n"
+    assert "stale text" not in report.rewritten(stale)
+    assert report.rewritten(report.rewritten(stale)) == report.rewritten(stale)
+    with pytest.raises(ValueError, match="no section 'kernel'; known are kernels"):
+        report.rewritten(stale.replace("kernels", "kernel"))
+
+
+def test_break_even_is_interpolated_between_measured_speeds() -> None:
+    assert report.crossing([(0.1, 0.25), (1.0, 0.5), (10.0, 2.0)]) == "3.2"
+    assert report.crossing([(0.1, 0.2), (10.0, 0.9)]) == "above 10"
+    assert report.crossing([(0.1, 1.5), (10.0, 2.0)]) == "below 0.1"
+
+
+def test_of_equal_rows_the_last_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "RESULTS", tmp_path)
+    schema.append(tmp_path / "test.jsonl", [make(measured={"loss": 1.0}), make(measured={"loss": 2.0}), make(seed=4)])
+    assert [(row.seed, row.number("loss")) for row in report.load("test")] == [(3, 2.0), (4, 0.5)]
