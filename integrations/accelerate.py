@@ -17,7 +17,7 @@ from torch import nn
 
 from gradcomp.errors import ConfigError, GradcompError, UnsupportedError
 from gradcomp.integrations.dispatch import register as register_model
-from gradcomp.integrations.trainers import load_states, logged, required, save_states
+from gradcomp.integrations.trainers import ALONE, load_states, logged, required, save_states
 from gradcomp.registration import Handle, SpecLike
 
 with required("accelerate", "accelerate"):
@@ -106,7 +106,7 @@ class Compression:
                 f"{world} processes were started, but Accelerate runs each on its own (distributed_type NO); on CPUs, use "
                 "Accelerator(cpu=True), or TrainingArguments(use_cpu=True)"
             )
-        warnings.warn("gradcomp: one process, so no gradients are exchanged and none compressed", stacklevel=4)
+        warnings.warn(ALONE, stacklevel=4)
         return True
 
     def _preparing(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradcomp.errors import GradcompError, UnsupportedError
 from gradcomp.integrations.ddp import DDPState, gradcomp_hook, make_handle
-from gradcomp.integrations.dispatch import register as register_model
-from gradcomp.integrations.trainers import logged, required, share, states_for
+from gradcomp.integrations.ddp import register as register_ddp
+from gradcomp.integrations.fsdp import register as register_fsdp
+from gradcomp.integrations.trainers import ALONE, logged, required, share, states_for
 from gradcomp.registration import Handle, SpecLike
 
 with required("lightning", "lightning"):
@@ -64,16 +66,27 @@ class GradcompCallback(pl.Callback):
         self._handle = None
         model = trainer.strategy.model
         if trainer.world_size == 1:
-            warnings.warn("gradcomp: one process, so no gradients are exchanged and none compressed", stacklevel=2)
+            warnings.warn(ALONE, stacklevel=2)
             return
-        if not isinstance(model, DistributedDataParallel):
+        sharded = model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
+        if not sharded and not isinstance(model, DistributedDataParallel):
             raise UnsupportedError(
-                f"GradcompCallback works with DDPStrategy (strategy='ddp'), not with {type(trainer.strategy).__name__}"
+                "GradcompCallback works with DDPStrategy (strategy='ddp'), and with ModelParallelStrategy where "
+                f"configure_model() calls fully_shard, not with {type(trainer.strategy).__name__}"
             )
         options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self._options}
         if len(trainer.optimizers) == 1:
             options.setdefault("optimizer", trainer.optimizers[0])
-        self._handle = register_model(model, self._spec, **options)
+        register = register_fsdp if sharded else register_ddp
+        handle = register(model, self._spec, **options)
+        if handle.group.world == 1:
+            warnings.warn(ALONE + " (data_parallel_size is 1)", stacklevel=2)
+        elif handle.group.world < trainer.world_size:
+            raise UnsupportedError(
+                f"gradients are exchanged between {handle.group.world} of {trainer.world_size} processes: GradcompCallback saves "
+                "the state of one such group only, so tensor_parallel_size must be 1"
+            )
+        self._handle = handle
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A checkpoint, if any, is loaded by now in every strategy: restore."""

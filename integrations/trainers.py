@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gradcomp.collectives import Group
 from gradcomp.errors import ConfigError
 from gradcomp.registration import Handle
 
 LOGGED = ("wire_bytes", "ratio_per_step", "residual_ratio", "skipped_steps")
 """Fields of :class:`gradcomp.Stats` that go into a trainer's logs. The last step's ratio is the steady state's."""
+
+ALONE = "gradcomp: one process, so no gradients are exchanged and none compressed"
 
 State = dict[str, Any]
 
@@ -55,15 +59,15 @@ def states_for(states: Sequence[State]) -> State | Sequence[State]:
 def save_states(handles: Sequence[Handle], folder: str | os.PathLike[str]) -> None:
     """Write this rank's states to ``folder``; every rank must call it. A second save replaces the first."""
     group = handles[0].group
-    path = _path(folder, group.rank, group.world)
+    path = _path(folder, group, group.rank, group.world)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save([handle.state_dict() for handle in handles], partial)
     partial.replace(path)
     if group.rank == 0:
-        for world in _saved_worlds(folder) - {group.world}:  # of an earlier run into the same folder
+        for world in _saved_worlds(folder, group) - {group.world}:  # of an earlier run into the same folder
             for rank in range(world):
-                _path(folder, rank, world).unlink(missing_ok=True)
+                _path(folder, group, rank, world).unlink(missing_ok=True)
 
 
 def load_states(handles: Sequence[Handle], folder: str | os.PathLike[str]) -> bool:
@@ -77,7 +81,7 @@ def load_states(handles: Sequence[Handle], folder: str | os.PathLike[str]) -> bo
     """
     group = handles[0].group
     seen: list[tuple[set[int], bool]] = group.gather_object(
-        (_worlds_for(folder, group.rank, group.world), bool(_saved_worlds(folder))), "looking for gradcomp's state"
+        (_worlds_for(folder, group), bool(_saved_worlds(folder, group))), "looking for gradcomp's state"
     )
     if not any(anything for _, anything in seen):
         return False
@@ -85,7 +89,7 @@ def load_states(handles: Sequence[Handle], folder: str | os.PathLike[str]) -> bo
     if not common:
         blind = [rank for rank, (worlds, _) in enumerate(seen) if not worlds] or list(range(group.world))
         raise ConfigError(
-            f"{folder}: ranks {blind} do not see the states that they need ({_path('', 0, group.world).name} and so on); "
+            f"{folder}: ranks {blind} do not see the states that they need ({_path('', group, 0, group.world).name} and so on); "
             "allowed is a checkpoint with the file of every rank that saved"
         )
     saved_world = group.world if group.world in common else max(common)
@@ -93,7 +97,7 @@ def load_states(handles: Sequence[Handle], folder: str | os.PathLike[str]) -> bo
 
     def read() -> str:
         for rank in share(group.rank, group.world, saved_world):
-            path = _path(folder, rank, saved_world)
+            path = _path(folder, group, rank, saved_world)
             try:
                 states = torch.load(path, map_location="cpu", weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -109,17 +113,19 @@ def load_states(handles: Sequence[Handle], folder: str | os.PathLike[str]) -> bo
     return True
 
 
-def _path(folder: str | os.PathLike[str], rank: int, world: int) -> Path:
-    return Path(folder, f"gradcomp_rank{rank}_of_{world}.pt")
+def _path(folder: str | os.PathLike[str], group: Group, rank: int | str, world: int | str) -> Path:
+    lowest = min(dist.get_process_group_ranks(group.process_group))
+    prefix = f"gradcomp_group{lowest}" if lowest else "gradcomp"  # several groups save into one folder
+    return Path(folder, f"{prefix}_rank{rank}_of_{world}.pt")
 
 
-def _saved_worlds(folder: str | os.PathLike[str]) -> set[int]:
-    return {int(path.stem.rpartition("_")[2]) for path in Path(folder).glob("gradcomp_rank*_of_*.pt")}
+def _saved_worlds(folder: str | os.PathLike[str], group: Group) -> set[int]:
+    return {int(path.stem.rpartition("_")[2]) for path in Path(folder).glob(_path("", group, "*", "*").name)}
 
 
-def _worlds_for(folder: str | os.PathLike[str], rank: int, world: int) -> set[int]:
+def _worlds_for(folder: str | os.PathLike[str], group: Group) -> set[int]:
     """The world sizes whose states this rank could load from here."""
-    if _path(folder, rank, world).exists():
-        return {world}  # on disks that are not shared, each rank sees only this
-    worlds = _saved_worlds(folder) - {world}
-    return {saved for saved in worlds if all(_path(folder, r, saved).exists() for r in range(saved))}
+    if _path(folder, group, group.rank, group.world).exists():
+        return {group.world}  # on disks that are not shared, each rank sees only this
+    worlds = _saved_worlds(folder, group) - {group.world}
+    return {saved for saved in worlds if all(_path(folder, group, rank, saved).exists() for rank in range(saved))}

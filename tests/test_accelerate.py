@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ class Run:
 
     def __init__(
         self, rank: int, spec: Any, *, accumulate: int = 1, clip: float = 0.0, bf16: bool = False, late: bool = False,
-        models: int = 1, **options: Any,
+        models: int = 1, shard: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
@@ -33,6 +34,8 @@ class Run:
         self.accelerator = Accelerator(
             **{"cpu": True, "gradient_accumulation_steps": accumulate, "mixed_precision": mixed, **options}
         )
+        if shard:
+            self.use_fsdp2()
         self.clip, self.compression = clip, None
         if spec is not None and not late:
             self.compression = register(self.accelerator, spec)
@@ -41,6 +44,21 @@ class Run:
         *self.models, self.optimizer, self.loader = self.accelerator.prepare(*tasks, trainers.sgd(tasks[0]), loader)
         if late:
             self.compression = register(self.accelerator, spec, model=self.models[0])
+
+    def use_fsdp2(self) -> None:
+        """What Accelerate does with ``fsdp_plugin=`` on accelerators; on CPUs it leaves the plugin out without a word."""
+        from accelerate import DistributedType
+        from accelerate.state import PartialState
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"],
+            state_dict_type="SHARDED_STATE_DICT", cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        for state in (self.accelerator.state._shared_state, PartialState._shared_state):
+            state["distributed_type"] = DistributedType.FSDP
+        assert self.accelerator.is_fsdp2
 
     def train(self, epochs: int = 1) -> list[float]:
         losses, model = [], self.models[0]
@@ -57,7 +75,7 @@ class Run:
         return losses
 
     def digest(self) -> str:
-        return workers.digest(self.accelerator.unwrap_model(self.models[0]))
+        return workers.digest(trainers.whole(self.accelerator.unwrap_model(self.models[0])))
 
 
 def exact(rank: int, world: int, spec: str, options: dict[str, Any], late: bool = False) -> Any:
@@ -68,18 +86,23 @@ def exact(rank: int, world: int, spec: str, options: dict[str, Any], late: bool 
     return run.digest(), trainers.plain(rank, spec, **options), run.compression.handle.stats().wire_bytes, said
 
 
-def resume(rank: int, world: int, spec: str, folder: str) -> Any:
+def resume(rank: int, world: int, spec: str, folder: str, **options: Any) -> Any:
     """Four epochs without and with an interruption, by save_state and load_state, after two."""
+    path = f"{folder}/{spec}{len(options)}"
     with trainers.only_our_warnings() as said:
-        whole = Run(rank, spec)
+        whole = Run(rank, spec, **options)
         losses = whole.train(4)
-        first = Run(rank, spec)
+        first = Run(rank, spec, **options)
         parts = first.train(2)
-        first.accelerator.save_state(f"{folder}/{spec}")
-        second = Run(rank, spec)
-        second.accelerator.load_state(f"{folder}/{spec}")
+        first.accelerator.save_state(path)
+        second = Run(rank, spec, **options)
+        second.accelerator.load_state(path)
         parts += second.train(2)
     return (losses, parts), (whole.digest(), second.digest()), whole.compression.handle.stats().wire_bytes, said
+
+
+def sharded(rank: int, world: int, spec: str, folder: str) -> Any:
+    return resume(rank, world, spec, folder, shard=True, accumulate=ACCUMULATE, clip=CLIP)
 
 
 def compiled(rank: int, world: int, spec: str) -> Any:
@@ -168,6 +191,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
             **{("exact", name_of(case)): (exact, case) for case in EXACT},
             "late": (exact, ("onebit", {"accumulate": ACCUMULATE, "clip": CLIP}, True)),
             **{("resume", spec): (resume, (spec, folder)) for spec in all_specs()},
+            **{("sharded", spec): (sharded, (spec, folder)) for spec in trainers.SHARDED},
             **{("compiled", spec): (compiled, (spec,)) for spec in ("int8", "onebit")},
             "logs": (logs, ()),
             "refusals": (refusals, (folder,)),
@@ -203,6 +227,17 @@ def test_resume_equals_no_interruption(battery: Battery, spec: str) -> None:
         assert one == other
         assert sent > 0
         assert said == []
+
+
+@pytest.mark.parametrize("spec", trainers.SHARDED)
+def test_fsdp2_resume_equals_no_interruption(battery: Battery, spec: str) -> None:
+    """With accumulation and clipping."""
+    for (whole, parts), (one, other), sent, said in battery["sharded", spec]:
+        assert len(whole) == 4 * STEPS
+        assert whole == parts
+        assert one == other
+        assert sent > 0
+        assert [text for text in said if "error feedback in FSDP2" not in text] == []
 
 
 @pytest.mark.parametrize("spec", ["int8", "onebit"])

@@ -18,12 +18,19 @@ pytestmark = pytest.mark.timeout(trainers.TIMEOUT + 20)
 def fit(rank: int, callback: Any, *, epochs: int = 1, load: str | None = None, **options: Any) -> Any:
     """One fit; returns the trainer and its module, which has the losses of all batches."""
     import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.task, self.losses = Task(), []
+
+        def configure_model(self) -> None:
+            if shard:
+                for layer in self.task.net.layers:
+                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.task, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: Any, index: int) -> Any:
             loss = self.task(*batch)["loss"]
@@ -33,6 +40,7 @@ def fit(rank: int, callback: Any, *, epochs: int = 1, load: str | None = None, *
         def configure_optimizers(self) -> Any:
             return trainers.sgd(self)
 
+    shard = isinstance(options.get("strategy"), ModelParallelStrategy)
     module: Any = Module()
     compiled = torch.compile(module, backend="aot_eager") if options.pop("compile", False) else module
     settings = {
@@ -67,18 +75,24 @@ def exact(rank: int, world: int, spec: str, options: dict[str, Any]) -> Any:
     return workers.digest(module.task), trainers.plain(rank, spec, **options), sent, said
 
 
-def resume(rank: int, world: int, spec: str, folder: str) -> Any:
+def resume(rank: int, world: int, spec: str, folder: str, shard: bool = False) -> Any:
     """Four epochs without and with an interruption, by a checkpoint of Lightning's, after two."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    def options() -> dict[str, Any]:
+        return {"strategy": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)} if shard else {}
+
     trainers.as_launched(rank, world)
-    path = f"{folder}/{spec}.ckpt"
+    path = f"{folder}/{spec}{shard}.ckpt"
     with trainers.only_our_warnings() as said:
         ours = callback(spec)
-        _, whole = fit(rank, ours, epochs=4)
-        trainer, first = fit(rank, callback(spec), epochs=2)
+        _, whole = fit(rank, ours, epochs=4, **options())
+        trainer, first = fit(rank, callback(spec), epochs=2, **options())
         trainer.save_checkpoint(path)
-        _, second = fit(rank, callback(spec), epochs=4, load=path)
+        _, second = fit(rank, callback(spec), epochs=4, load=path, **options())
     losses = whole.losses, first.losses + second.losses
-    return losses, (workers.digest(whole), workers.digest(second)), ours.handle.stats().wire_bytes, said
+    digests = [workers.digest(trainers.whole(module)) for module in (whole, second)]
+    return losses, digests, ours.handle.stats().wire_bytes, said
 
 
 def logs(rank: int, world: int) -> Any:
@@ -143,6 +157,8 @@ def pair(rank: int, world: int) -> Any:
 
 
 def refusals(rank: int, world: int, folder: str) -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     from gradcomp.integrations.lightning import ddp_hook
 
     trainers.as_launched(rank, world)
@@ -152,6 +168,9 @@ def refusals(rank: int, world: int, folder: str) -> Any:
         fit(rank, single, devices=1, strategy="auto", default_root_dir=folder)
         texts["handle"] = trainers.error_of(lambda: single.handle)
     texts["one process"] = " ".join(said)
+    with trainers.only_our_warnings() as said:
+        fit(rank, callback(), strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2))
+    texts["one shard"] = " ".join(said)
     with trainers.only_our_warnings():
 
         def twice() -> None:
@@ -177,6 +196,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
         {
             **{("exact", name_of(case)): (exact, case) for case in EXACT},
             **{("resume", spec): (resume, (spec, folder)) for spec in all_specs()},
+            **{("sharded", spec): (resume, (spec, folder, True)) for spec in trainers.SHARDED},
             **{("compiled", spec): (compiled, (spec,)) for spec in ("int8", "onebit")},
             "logs": (logs, ()),
             "pair": (pair, ()),
@@ -206,6 +226,17 @@ def test_resume_equals_no_interruption(battery: Battery, spec: str) -> None:
         assert one == other
         assert sent > 0
         assert said == []
+
+
+@pytest.mark.parametrize("spec", trainers.SHARDED)
+def test_fsdp2_resume_equals_no_interruption(battery: Battery, spec: str) -> None:
+    """ModelParallelStrategy, where ``configure_model`` calls ``fully_shard``."""
+    for (whole, parts), (one, other), sent, said in battery["sharded", spec]:
+        assert len(whole) == 4 * STEPS
+        assert whole == parts
+        assert one == other
+        assert sent > 0
+        assert [text for text in said if "error feedback in FSDP2" not in text] == []
 
 
 def test_stats_are_logged(battery: Battery) -> None:
@@ -243,6 +274,7 @@ def test_pair_in_the_strategy(battery: Battery) -> None:
     ("case", "text"),
     [
         ("one process", "one process, so no gradients are exchanged"),
+        ("one shard", "none compressed (data_parallel_size is 1)"),
         ("handle", "GradcompCallback has no handle: no fit with several processes has started"),
         ("second hook", "already has the communication hook late_gradcomp_hook"),
         ("bad spec", "ConfigError"),

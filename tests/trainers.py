@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import workers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
@@ -31,6 +32,10 @@ EXACT = [
     ("int8", {"bf16": True}), ("onebit", {"bf16": True}), ("onebit", {"bf16": True, "accumulate": ACCUMULATE, "clip": CLIP}),
 ]  # fmt: skip
 """Compressor, and options of :func:`plain` with which each trainer is compared."""
+
+
+SHARDED = ("int8", "bf16", "onebit:error_feedback=true")
+"""Compressors with which FSDP2 is tried inside each trainer."""
 
 
 def name_of(case: tuple[str, Mapping[str, Any]]) -> str:
@@ -107,6 +112,14 @@ def only_our_warnings() -> Iterator[list[str]]:
         said: list[str] = []
         yield said
         said += [str(warning.message) for warning in caught]
+
+
+def whole(model: nn.Module) -> nn.Module:
+    """A copy of a model that FSDP2 may have sharded, with whole parameters. Collective."""
+    copy = Task()
+    state = {name.removeprefix("task."): value for name, value in model.state_dict().items()}
+    copy.load_state_dict({n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()})
+    return copy
 
 
 def error_of(call: Callable[[], Any]) -> str:
