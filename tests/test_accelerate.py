@@ -194,6 +194,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
             **{("sharded", spec): (sharded, (spec, folder)) for spec in trainers.SHARDED},
             **{("compiled", spec): (compiled, (spec,)) for spec in ("int8", "onebit")},
             "logs": (logs, ()),
+            "documentation": (trainers.documented, ("Accelerate", folder)),
             "refusals": (refusals, (folder,)),
         },
         timeout=trainers.TIMEOUT,
@@ -281,3 +282,9 @@ def test_unsupported_is_said(battery: Battery, case: str, texts: list[str]) -> N
     for said in battery["refusals"]:
         for text in texts:
             assert text in said[case]
+
+
+def test_documentation_runs_as_written(battery: Battery) -> None:
+    one, other = battery["documentation"]
+    assert one == other
+    assert [sent > 0 for sent, _ in one] == [True]

@@ -200,6 +200,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
             **{("compiled", spec): (compiled, (spec,)) for spec in ("int8", "onebit")},
             "logs": (logs, ()),
             "pair": (pair, ()),
+            "documentation": (trainers.documented, ("Lightning", folder)),
             "refusals": (refusals, (folder,)),
         },
         timeout=trainers.TIMEOUT,
@@ -284,3 +285,9 @@ def test_pair_in_the_strategy(battery: Battery) -> None:
 def test_unsupported_is_said(battery: Battery, case: str, text: str) -> None:
     for texts in battery["refusals"]:
         assert text in texts[case]
+
+
+def test_documentation_runs_as_written(battery: Battery) -> None:
+    one, other = battery["documentation"]
+    assert one == other
+    assert [sent > 0 for sent, _ in one] == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,48 @@ def test_extras_are_those_of_the_messages() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     for extra in ("lightning", "accelerate", "transformers"):
         assert f"\n{extra} = [" in text
+
+
+FILES = {
+    "DDP": ("ddp", "features", "resume", "nonfinite", "refusals", "lightning"),
+    "FSDP2": ("fsdp", "fsdp_hybrid"),
+    "DeepSpeed": ("deepspeed", "deepspeed_state", "deepspeed_setup"),
+    "Lightning": ("lightning",),
+    "Accelerate": ("accelerate", "trainers"),
+    "Transformers": ("transformers", "trainers"),
+}
+"""Where the tests are that a column of the table of compatibility speaks of; test_lightning.py trains in plain DDP as well."""
+
+
+def table() -> list[tuple[str, str, str, list[str]]]:
+    """Every cell: row, trainer, what it says, and the tests of its row."""
+    text = (ROOT / "integrations" / "README.md").read_text()
+    lines = text[text.index("## Compatibility") : text.index("## PyTorch DDP")].splitlines()
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    assert header[1:-1] == list(FILES)
+    return [
+        (row[0], trainer, cell, re.findall(r"`(\w+)`", row[-1]))
+        for row in rows
+        for trainer, cell in zip(header[1:-1], row[1:-1], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("row", "trainer", "cell", "tests"), table())
+def test_every_yes_has_a_test(row: str, trainer: str, cell: str, tests: list[str]) -> None:
+    assert re.match(r"yes|no \(|not tried|-$", cell)
+    if cell.startswith("yes"):
+        paths = [ROOT / "tests" / f"test_{name}.py" for name in FILES[trainer]]
+        defined = set(re.findall(r"^def (test_\w+)", "\n".join(p.read_text() for p in paths if p.exists()), re.M))
+        assert defined & set(tests)
+
+
+def test_releases_in_the_table_are_those_that_are_tested() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    text = (ROOT / "integrations" / "README.md").read_text()
+    for package, name in (("lightning", "Lightning"), ("accelerate", "Accelerate"), ("transformers", "Transformers")):
+        version = re.search(rf"^{package}==(\S+)", constraints, re.M)
+        assert version
+        assert f"{name} {version[1]}" in text
 
 
 def save(rank: int, world: int, folder: str) -> None:

@@ -151,6 +151,7 @@ def battery(tmp_path_factory: pytest.TempPathFactory) -> Battery:
             **{("resume", spec): (resume, (spec, folder)) for spec in all_specs()},
             **{("compiled", spec): (compiled, (spec, folder)) for spec in ("int8", "onebit")},
             "language model": (language_model, (folder,)),
+            "documentation": (trainers.documented, ("Transformers Trainer", folder)),
             "refusals": (refusals, (folder,)),
         },
         timeout=trainers.TIMEOUT,
@@ -219,3 +220,9 @@ def test_language_model(battery: Battery) -> None:
 def test_unsupported_is_said(battery: Battery, case: str, text: str) -> None:
     for texts in battery["refusals"]:
         assert text in texts[case]
+
+
+def test_documentation_runs_as_written(battery: Battery) -> None:
+    one, other = battery["documentation"]
+    assert one == other
+    assert [sent > 0 for sent, _ in one] == [True]

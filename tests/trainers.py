@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -112,6 +113,38 @@ def only_our_warnings() -> Iterator[list[str]]:
         said: list[str] = []
         yield said
         said += [str(warning.message) for warning in caught]
+
+
+def snippets(section: str) -> list[str]:
+    """The code of a section of integrations/README.md, diffs applied."""
+    text = (Path(gradcomp.__file__).parent / "integrations" / "README.md").read_text()
+    body = text[text.index(f"\n## {section}\n") + 1 :].partition("\n## ")[0]
+    codes = []
+    for kind, code in re.findall(r"```(python|diff)\n(.*?)```", body, re.DOTALL):
+        lines = code.splitlines()
+        codes.append("\n".join(line[1:] for line in lines if line[:1] != "-") if kind == "diff" else code)
+    return codes
+
+
+def documented(rank: int, world: int, section: str, folder: str) -> list[tuple[int, str]]:
+    """Run a section's snippets as they stand there; of those that train, the bytes sent and the parameters' digest."""
+    as_launched(rank, world)
+    before = os.getcwd()
+    os.chdir(folder)
+    results = []
+    try:
+        for number, code in enumerate(snippets(section)):
+            torch.manual_seed(0)
+            names: dict[str, Any] = {"__name__": f"{section} {number}", "print": lambda *args: None}
+            sys.modules[names["__name__"]] = type(sys)(names["__name__"])
+            with only_our_warnings() as said:
+                exec(compile(code, names["__name__"], "exec"), names)
+            assert said == []
+            if "handle" in names:
+                results.append((names["handle"].stats().wire_bytes, workers.digest(names["model"])))
+    finally:
+        os.chdir(before)
+    return results
 
 
 def whole(model: nn.Module) -> nn.Module:
