@@ -75,7 +75,7 @@ class Run:
         return losses
 
     def digest(self) -> str:
-        return workers.digest(trainers.whole(self.accelerator.unwrap_model(self.models[0])))
+        return workers.digest(trainers.whole(self.accelerator.unwrap_model(self.models[0], keep_torch_compile=False)))
 
 
 def exact(rank: int, world: int, spec: str, options: dict[str, Any], late: bool = False) -> Any:
