@@ -7,32 +7,28 @@ through the handle: stats, changing the compressor, state for checkpoints.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp import wire
 from gradcomp.bucket import Parameter, ParameterTable, Slot
 from gradcomp.checkpoint import STATE_FORMAT, agree_on_states
 from gradcomp.collectives import Group
 from gradcomp.compressors.base import require
 from gradcomp.engine import BucketExchange, Context
-from gradcomp.errors import ConfigError, GradcompError, UnsupportedError
+from gradcomp.errors import GradcompError, UnsupportedError
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
-from gradcomp.registry import Spec, format_spec, parse_spec, without_unasked_feedback
+from gradcomp.registry import parse_spec
 from gradcomp.replay import Held, LayoutReplay
-from gradcomp.rules import Choice, Rule, RuleLike, as_rules, choose
+from gradcomp.rules import Choice, Rule, RuleLike
 from gradcomp.schedule import Task, make_schedule, parse_schedule
+from gradcomp.selection import Selection
+from gradcomp.selection import SpecLike as SpecLike
 from gradcomp.stats import Counters, Stats
-
-SpecLike: TypeAlias = "Spec | Callable[[int], Spec]"
-"""A spec string, a config object, or a pure function from the step to one (the same on all ranks)."""
 
 _NORM_EVERY = 50
 _log = logging.getLogger("gradcomp")
@@ -50,8 +46,7 @@ class Handle:
 
     Args:
         process_group: the group over which the trainer averages gradients.
-        parameters: all parameters in declaration order. If they are cut into chunks (reduce-scatter), error feedback is off
-            unless a spec names it or is a config object: its residual would be the whole model on every rank.
+        parameters: all parameters in declaration order.
         device: of the gradients.
         spec: compressor, or a function from the step to one.
         rules: see :class:`gradcomp.Rule`.
@@ -64,6 +59,8 @@ class Handle:
         synchronous: the trainer uses a bucket's result as soon as :meth:`submit` returns, and says :meth:`finish` when it
             has no more buckets.
         counts_steps: the trainer says :meth:`end_step`; a step may have several rounds of buckets (micro-batches).
+        lean: the trainer shards to save memory, so error feedback is off unless a spec names it or is a config object: its
+            residual would be the whole model on every rank. Always so if parameters are cut into chunks (reduce-scatter).
         trainer_dtype: in which the trainer itself would exchange gradients, if not in their own; for ``raw_bytes``.
 
     Raises:
@@ -86,26 +83,21 @@ class Handle:
         find_unused: bool = False,
         synchronous: bool = False,
         counts_steps: bool = False,
+        lean: bool = False,
         trainer_dtype: torch.dtype | None = None,
     ) -> None:
         self.group = Group(process_group)
-        self._spec: SpecLike = spec
-        self._warmup = warmup_steps
         self._scaler = scaler
-        self._choices: dict[str, Mapping[str, Choice]] = {}
 
         def check() -> str:
-            whole = isinstance(warmup_steps, int) and warmup_steps >= 0
-            require(whole, "warmup_steps", warmup_steps, "a whole number of at least 0")
             require(scaler is None or hasattr(scaler, "get_scale"), "scaler", scaler, "a GradScaler or None")
             name, _ = parse_schedule(schedule)
             allowed = "'auto' or 'inline': this trainer uses a bucket's result at once"
             require(not synchronous or name in ("auto", "inline"), "schedule", schedule, allowed)
             self._table = ParameterTable(parameters, self.group.world)
-            self._rules = self._as_rules(rules)
             self._ops = get_ops(device, backend)
-            self._check_coverage(self._spec_at(0))
-            return f"{self._describe()}, schedule {schedule!r}, {'a' if scaler is not None else 'no'} scaler"
+            self._selection = Selection(spec, rules, warmup_steps, self._table, lean or self._table.scatters)
+            return f"{self._selection.describe()}, schedule {schedule!r}, {'a' if scaler is not None else 'no'} scaler"
 
         self.group.agree(check, "gradcomp registration")
         self._schedule = make_schedule("inline" if synchronous else schedule, self.group)
@@ -134,13 +126,13 @@ class Handle:
         self._last_ok = True
         self._error: BaseException | None = None
         if optimizer is not None:
-            self._warn_of(optimizer)
-        _log.info("%s: schedule %s, kernels %s", self._spec_at(0), self._schedule, self._ops.name)
+            self._selection.warn_of(optimizer)
+        _log.info("%s: schedule %s, kernels %s", self._selection.spec_at(0), self._schedule, self._ops.name)
 
     # ---------------------------------------------------------------- what a user calls
     def stats(self) -> Stats:
         """A snapshot: bytes, ratio, times, residuals, and what was bypassed and why. Local to this rank."""
-        counters, spec = self._counters, self._spec_at(self._step)
+        counters, spec = self._counters, self._selection.spec_at(self._step)
         norm = self._memory.worker_norm()
         return Stats(
             spec=spec,
@@ -163,7 +155,7 @@ class Handle:
             residual_ratio=norm / counters.gradient_norm if counters.gradient_norm else 0.0,
             saturations=self._saturated + sum(int(e.saturated) for e in self._exchanges.values()),
             memory_bytes=self._memory.nbytes,
-            bypassed={n: c.bypassed for n, c in self._choices_for(spec).items() if c.bypassed is not None}
+            bypassed={n: c.bypassed for n, c in self._selection.choices(spec).items() if c.bypassed is not None}
             | self._left_out,
         )
 
@@ -174,21 +166,15 @@ class Handle:
             ConfigError: bad spec. MismatchError: the ranks pass different specs, or are at different steps.
         """
         self._between_steps("set()")
-        before = self._spec, self._rules
+        selection = self._selection
 
         def change() -> str:
-            self._spec_text(spec, self._step)
-            self._spec, self._rules = spec, self._rules if rules is None else self._as_rules(rules)
-            self._choices.clear()
-            self._check_coverage(self._spec_at(self._step))
-            return f"{self._describe()} at step {self._step}"
+            nonlocal selection
+            selection = selection.changed(spec, rules, self._step)
+            return f"{selection.describe()} at step {self._step}"
 
-        try:
-            self.group.agree(change, "handle.set()")
-        except GradcompError:
-            self._spec, self._rules = before
-            self._choices.clear()
-            raise
+        self.group.agree(change, "handle.set()")
+        self._selection = selection
 
     def disable(self) -> None:
         """Exchange uncompressed from the next step on. All ranks must call it between steps."""
@@ -234,7 +220,8 @@ class Handle:
         self._schedule.close()
 
     def __repr__(self) -> str:
-        return f"<gradcomp {self._spec_at(self._step)}, schedule {self._schedule}, kernels {self._ops.name}, step {self._step}>"
+        spec = self._selection.spec_at(self._step)
+        return f"<gradcomp {spec}, schedule {self._schedule}, kernels {self._ops.name}, step {self._step}>"
 
     # ---------------------------------------------------------------- what integrations call
     @property
@@ -250,8 +237,13 @@ class Handle:
     @property
     def keeps_feedback(self) -> bool:
         """Whether the compressors that begin use error feedback."""
-        specs = {choice.spec for choice in self._choices_for(self._spec_at(0)).values()}
+        specs = {choice.spec for choice in self.choices.values()}
         return any(getattr(parse_spec(spec)[1], "error_feedback", False) for spec in specs)
+
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        """What each parameter uses in the next step, warm-up aside."""
+        return self._selection.choices(self._selection.spec_at(self._step))
 
     @property
     def parameters(self) -> Sequence[Parameter]:
@@ -266,7 +258,7 @@ class Handle:
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules in force."""
-        return self._rules
+        return self._selection.rules
 
     def leave_out(self, name: str, reason: str) -> None:
         """Note that the trainer's bucket does not let this parameter be compressed, for :meth:`stats`."""
@@ -429,12 +421,8 @@ class Handle:
     def _begin_round(self) -> None:
         self._in_step = True
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        spec = self._spec_at(self._step)
-        compressor, config = parse_spec(spec)
-        compressing = self._step >= max(self._warmup, compressor.start_step(config))
         # a change of what is active changes the buckets' keys: they are built anew and residuals move by name
-        self._active = spec if compressing else "none"
-        self._active_choices = self._choices_for(spec) if compressing else None
+        self._active, self._active_choices = self._selection.active_at(self._step)
         if not self._rounds_in_step:
             self._counters.last_raw_bytes = 0
             self._sent_before = self._sent()
@@ -489,56 +477,3 @@ class Handle:
     def _between_steps(self, what: str) -> None:
         if self._in_step:
             raise GradcompError(f"{what} was called in the middle of a step; call it between backward passes")
-
-    # ---------------------------------------------------------------- specs
-    def _spec_text(self, spec: SpecLike, step: int) -> str:
-        spec = spec(step) if callable(spec) else spec
-        return format_spec(without_unasked_feedback(spec) if self._table.scatters else spec)
-
-    def _as_rules(self, rules: Iterable[RuleLike] | None) -> tuple[Rule, ...]:
-        checked = as_rules(rules)
-        if self._table.scatters:
-            return tuple(replace(rule, spec=without_unasked_feedback(rule.spec)) for rule in checked)
-        return checked
-
-    def _spec_at(self, step: int) -> str:
-        return self._spec_text(self._spec, step)
-
-    def _choices_for(self, spec: str) -> Mapping[str, Choice]:
-        if spec not in self._choices:
-            choices = choose(self._table.whole.values(), spec, self._rules)
-            if self._table.scatters:
-                for chosen in {choice.spec for choice in choices.values()}:
-                    compressor, config = parse_spec(chosen)
-                    compressor.check_scatter(config)
-            self._choices[spec] = choices
-        return self._choices[spec]
-
-    def _check_coverage(self, spec: str) -> None:
-        """Refuse to do nothing silently: if nothing would be compressed, the rules or the spec must have said so."""
-        choices = self._choices_for(spec)
-        if spec == "none" or any(choice.bypassed is None or choice.by_rule for choice in choices.values()):
-            return
-        reasons = ", ".join(sorted({choice.bypassed or "" for choice in choices.values()}))
-        raise ConfigError(
-            f"spec={spec!r}: no parameter would be compressed ({reasons}); allowed is a spec that fits the model, 'none', or "
-            "rules that name the parameters, such as rules=[('*', 'int8')]"
-        )
-
-    def _describe(self) -> str:
-        spec = "a function of the step" if callable(self._spec) else self._spec_at(0)
-        table = [(p.name, p.shape, str(p.dtype)) for p in self._table.whole.values()]
-        rules = [repr(rule) for rule in self._rules]
-        return f"{spec!r}, warm-up {self._warmup}, rules {rules}, model of {len(table)} parameters ({wire.checksum(table):#010x})"
-
-    def _warn_of(self, optimizer: torch.optim.Optimizer) -> None:
-        compressor, _ = parse_spec(self._spec_at(0))
-        names = [base.__name__.lower() for base in type(optimizer).__mro__]
-        adaptive = any(word in name for name in names for word in ("adam", "lamb", "rmsprop", "adagrad"))
-        if compressor.traits.strongly_biased and adaptive:
-            warnings.warn(
-                f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge worse than uncompressed ones: "
-                "what compression gets wrong goes into the second moment as well (measured: README, 'What 1-bit and Top-K "
-                "cost'). int8, int4 and powersgd do not have this problem.",
-                stacklevel=7,  # the call of gradcomp.register()
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from gradcomp.integrations.deepspeed import checkpoint, stages
 from gradcomp.integrations.deepspeed.checks import agree_on_engine
 from gradcomp.optim.base import ExchangingOptimizer
 from gradcomp.registration import Handle, Scaler, SpecLike
-from gradcomp.registry import Spec, format_spec, parse_spec
-from gradcomp.rules import Rule, RuleLike, as_rules, choose
+from gradcomp.registry import format_spec, parse_spec
+from gradcomp.rules import Choice, RuleLike, as_rules, choose
 from gradcomp.stats import Stats
 
 _REPLACE = {0: stages.replace_stage0, 1: stages.replace_stage12, 2: stages.replace_stage12, 3: stages.replace_stage3}
@@ -64,7 +64,6 @@ class DeepSpeedHandle(Handle):
 
     def set(self, spec: SpecLike, *, rules: Iterable[RuleLike] | None = None) -> None:
         """As :meth:`Handle.set`; at stages 2 and 3 without error feedback unless the spec names it, as in :func:`attach`."""
-        spec = _for_stage(spec, self.stage)
         super().set(spec, rules=rules)
         for handle in self.experts:
             handle.set(spec, rules=rules)
@@ -129,10 +128,9 @@ def attach(
     parameters = stages.describe_parameters(engine)
     if not parameters:
         raise UnsupportedError("no parameter of this engine's module requires a gradient")
-    asked, spec, rules = spec, _for_stage(spec, stage), _rules_for_stage(rules, stage)
     options: dict[str, Any] = {
         "rules": rules, "warmup_steps": warmup_steps, "schedule": schedule, "backend": backend,
-        "scaler": _LossScale(engine.optimizer), "synchronous": True, "counts_steps": True,
+        "scaler": _LossScale(engine.optimizer), "synchronous": True, "counts_steps": True, "lean": stage >= 2,
         "trainer_dtype": engine.communication_data_type,
     }  # fmt: skip
     groups = _expert_groups(engine)
@@ -147,7 +145,7 @@ def attach(
         stage, experts, overrides, engine.seq_data_parallel_group, dense, engine.device, spec,
         optimizer=optimizer if optimizer is not None else engine.basic_optimizer, **options,
     )  # fmt: skip
-    _warn_of_memory(spec, asked, rules, parameters.values(), stage, handle.group.world)
+    _warn_of_memory(handle, spec, rules, parameters, stage)
     reducer = stages.Reducer(handle, experts, parameters)
     _REPLACE[stage](engine, reducer, overrides)
     _follow_steps(engine, handle, stage, overrides)
@@ -197,58 +195,35 @@ def _follow_steps(engine: Any, handle: DeepSpeedHandle, stage: int, overrides: s
 
 
 # ---------------------------------------------------------------- error feedback by stage
-def _for_stage(spec: SpecLike, stage: int) -> SpecLike:
-    """The spec, at stages 2 and 3 without error feedback unless it asks for it."""
-    if stage < 2:
-        return spec
-    if callable(spec) and not isinstance(spec, str):
-        return lambda step: _spec_for_stage(spec(step))
-    return _spec_for_stage(spec)
-
-
-def _spec_for_stage(spec: Spec) -> Spec:
-    if not isinstance(spec, str) or "error_feedback" in spec:
-        return spec
-    _, config = parse_spec(spec)
-    if getattr(config, "error_feedback", False):
-        return format_spec(replace(config, error_feedback=False))
-    return spec
-
-
-def _rules_for_stage(rules: Iterable[RuleLike] | None, stage: int) -> list[Rule]:
-    checked = as_rules(rules)
-    return [replace(rule, spec=_spec_for_stage(rule.spec)) for rule in checked] if stage >= 2 else list(checked)
-
-
 def _warn_of_memory(
-    spec: SpecLike, asked: SpecLike, rules: Sequence[Rule], parameters: Iterable[Parameter], stage: int, world: int
+    handle: Handle, asked: SpecLike, rules: Iterable[RuleLike] | None, parameters: Mapping[str, Parameter], stage: int
 ) -> None:
     """Say what error feedback costs where it is kept under ZeRO, and what it would cost where it was left out."""
-    first, wanted = (value(0) if callable(value) and not isinstance(value, str) else value for value in (spec, asked))
-    parameters = list(parameters)
-    kept = _residual_bytes(first, rules, parameters, stage, world)
+    first = asked(0) if callable(asked) and not isinstance(asked, str) else asked
+    wanted = choose(parameters.values(), first, as_rules(rules))
+    kept = _residual_bytes(handle.choices, parameters, stage, handle.group.world)
+    saved = _residual_bytes(wanted, parameters, stage, handle.group.world) - kept
     if kept and stage:
         warnings.warn(
-            f"gradcomp: error feedback of {format_spec(first)} holds {kept:,} bytes on every rank: residuals of the whole "
-            f"model, old and new, which ZeRO {stage} does not partition. error_feedback=false does without",
+            f"gradcomp: error feedback holds {kept:,} bytes on every rank: residuals of the whole model, old and new, which "
+            f"ZeRO {stage} does not partition. error_feedback=false does without",
             stacklevel=4,
         )
-    elif format_spec(first) != format_spec(wanted):
-        saved = _residual_bytes(wanted, rules, parameters, stage, world)
+    elif saved:
         warnings.warn(
-            f"gradcomp: error feedback of {format_spec(wanted)} is off at ZeRO {stage}, where it would hold {saved:,} bytes on "
+            f"gradcomp: error feedback of {format_spec(first)} is off at ZeRO {stage}, where it would hold {saved:,} bytes on "
             "every rank; without it 4 bits and less lose accuracy. Write error_feedback=true to have it, or use int8, which "
             "needs none",
             stacklevel=4,
         )
 
 
-def _residual_bytes(spec: Spec, rules: Sequence[Rule], parameters: Sequence[Parameter], stage: int, world: int) -> int:
-    """Residuals that ``spec`` and ``rules`` keep on every rank: fp32, old and new, and 1/N of that where blocks have owners."""
+def _residual_bytes(choices: Mapping[str, Choice], parameters: Mapping[str, Parameter], stage: int, world: int) -> int:
+    """Residuals kept on every rank: fp32, old and new, and 1/N of that where blocks have owners."""
     total = 0.0
-    for parameter, choice in zip(parameters, choose(parameters, spec, rules).values(), strict=True):
+    for name, choice in choices.items():
         compressor, config = parse_spec(choice.spec)
         if getattr(config, "error_feedback", False):
             owner = 1 / world if issubclass(compressor, TwoPhase) and stage < 3 else 0
-            total += 8 * (1 + owner) * parameter.numel
+            total += 8 * (1 + owner) * parameters[name].numel
     return int(total)
