@@ -262,3 +262,17 @@ def test_of_equal_rows_the_last_counts(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(schema, "RESULTS", tmp_path)
     schema.append(tmp_path / "test.jsonl", [make(measured={"loss": 1.0}), make(measured={"loss": 2.0}), make(seed=4)])
     assert [(row.seed, row.number("loss")) for row in report.load("test")] == [(3, 2.0), (4, 0.5)]
+
+
+@pytest.mark.timeout(300)
+@needs_links
+def test_planner(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra gradcomp[bench]")
+    out, picture = tmp_path / "rows.jsonl", tmp_path / "plan.png"
+    rows = quick("planner.py", out, "--plot", str(picture))
+    assert [row.config["exchange"] for row in rows] == ["none", "int8"]
+    for row in rows:
+        assert row.number("step_ms") > 0
+        assert row.number("predicted_ms") >= row.number("compute_ms") > 0
+    assert sum(bool(row.measured["advised"]) for row in rows) == 1
+    assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -283,6 +283,10 @@ def test_memory_decides() -> None:
     ddp = next(row for row in tight.rows if row.scheme == "ddp")
     assert ddp.fits is False
     assert "does not fit" in ddp.why
+    assert tight.best.compressor not in ("onebit", "int4")  # without error feedback at stage 3
+    asked = predict(job(model=from_parameters(7e9)), "zero3", "int4:error_feedback=true")
+    assert asked.available
+    assert asked.memory["gradcomp residuals"] == pytest.approx(8 * 7e9, rel=0.1)
     nothing = plan(job(model=from_parameters(7e9), gpu_memory=1e9))
     assert nothing.best is None
     assert "Nothing fits in 1 GB" in nothing.advice[0]

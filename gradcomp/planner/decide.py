@@ -229,14 +229,6 @@ def _warnings(made: Plan) -> list[str]:
                 "Under Adam what compression gets wrong goes into the second moment: gradcomp.optim.OneBitAdam compresses "
                 "momentum instead."
             )
-        feedback = getattr(parse_spec(best.compressor)[1], "error_feedback", False)
-        if feedback and not getattr(
-            parse_spec(effective_spec(SCHEMES[best.scheme], best.compressor))[1], "error_feedback", True
-        ):
-            said.append(
-                f"With {SCHEMES[best.scheme].title} {best.compressor} runs without error feedback, whose residual would have the "
-                "size of the whole model; error_feedback=true turns it on."
-            )
         if made.safe is not None and made.safe is not best:
             slower = made.safe.step_seconds / best.step_seconds
             said.append(

@@ -212,7 +212,7 @@ def predict(job: Job, scheme_name: str, spec: str, network: Network | None = Non
     fits = None if job.gpu_memory is None else on_gpu <= job.gpu_memory
     hidden_by = backward * scheme.gradient_rounds(micro)
     binds, why = _explain(step, fits, on_gpu, job)
-    available, note = _availability(scheme, job, plain)
+    available, note = _availability(scheme, job, spec)
     return Row(
         scheme=scheme.name, compressor=spec if scheme.name != "zero++" else "built in",
         bytes_per_rank=sent, comm_seconds=step.link, exposed_seconds=step.exposed, codec_seconds=step.codec,
@@ -322,7 +322,14 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
 
 
-def _availability(scheme: Scheme, job: Job, plain: bool) -> tuple[bool, str]:
+def _availability(scheme: Scheme, job: Job, spec: str) -> tuple[bool, str]:
+    """Whether to recommend it at all, and what to say of it."""
+    if effective_spec(scheme, spec) != spec:
+        name = parse_spec(spec)[0].name
+        return (
+            False,
+            f"{name}: without error feedback, whose residual would be the whole model; error_feedback=true turns it on",
+        )
     if scheme.name == "diloco":
         return False, f"another algorithm: {job.local_steps} local steps between exchanges; not in gradcomp"
     if scheme.name.endswith("-paper"):

@@ -31,8 +31,13 @@ def print_plan(plan: Plan, console: Console, everything: bool = False) -> None:
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     console.print(make_table(plan, everything))
-    for title, note in {SCHEMES[row.scheme].title: row.note for row in plan.rows if row.note}.items():
-        console.print(f"(1) {title}: {note}.", highlight=False, markup=False, soft_wrap=True)
+    shown = plan.rows if everything else shown_rows(plan)
+    notes: dict[str, list[str]] = {}
+    for row in shown:
+        if row.note and SCHEMES[row.scheme].title not in notes.setdefault(row.note, []):
+            notes[row.note].append(SCHEMES[row.scheme].title)
+    for note, titles in notes.items():
+        console.print(f"(1) {', '.join(sorted(titles))}: {note}.", highlight=False, markup=False, soft_wrap=True)
     hidden = len(plan.rows) - _SHOWN
     if not everything and hidden > 0:
         console.print(f"{hidden} more rows with --all.", highlight=False)
