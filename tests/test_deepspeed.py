@@ -6,6 +6,7 @@ from typing import Any
 
 import deepspeed_workers as ds
 import pytest
+import torch
 from deepspeed_workers import settings
 from workers import Battery
 
@@ -61,6 +62,48 @@ def fits(variant: str, spec: str | None) -> bool:
     return not (variant.startswith("zero3") and spec in ("powersgd", "topk"))
 
 
+# ---------------------------------------------------------------- experts
+# ranks, stage, and among how many ranks the experts are dealt out
+MOE = [*((2, stage, apart) for stage in (0, 1, 2) for apart in (1, 2)), (4, 0, 2), (4, 2, 2)]
+
+
+def mixture(rank: int, world: int, stage: int, ep_size: int, spec: str | None) -> dict[str, Any]:
+    """Two experts, on every rank or one on each; experts that a rank shares with others are averaged with those."""
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    class Mixture(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.before, self.after = torch.nn.Linear(32, 64), torch.nn.Linear(64, 4)
+            expert = torch.nn.Linear(64, 64)
+            self.moe = MoE(64, expert, num_experts=2, ep_size=ep_size, k=1, capacity_factor=4.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mixed: torch.Tensor = self.moe(torch.tanh(self.before(x)))[0]
+            return self.after(mixed)
+
+    with ds.quiet():
+        model = Mixture()
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
+        optimizer = torch.optim.AdamW(groups, lr=3e-3, foreach=False)
+        engine = ds.make_engine(settings(stage), model, optimizer=optimizer)
+    handle, _ = ds.attach(engine, spec) if spec else (None, [])
+    losses = ds.train(engine, range(20), rank)
+    shared = [n for n, p in engine.module.named_parameters() if ep_size == 1 or getattr(p, "allreduce", True)]
+    values = dict(engine.module.named_parameters())
+    return {
+        "all": ds.digest(engine),
+        "shared": [values[name].detach().sum().item() for name in shared],
+        "losses": losses,
+        "experts": len(handle.experts) if handle else None,
+        "stats": handle.stats().as_dict() if handle else None,
+    }
+
+
 START = {"start": (ds.start, ())}
 CASES: dict[Any, Any] = {
     **START,
@@ -71,6 +114,22 @@ CASES: dict[Any, Any] = {
         for variant in ("zero1", "zero2", "zero3")
         for spec in (None, "none", "int8")
     },
+}
+MOE_RUNS = {
+    world: Battery(
+        world,
+        {
+            **START,
+            **{
+                (s, ep, spec): (mixture, (s, ep, spec))
+                for w, s, ep in MOE
+                if w == world
+                for spec in (None, "none", "int8")
+            },
+        },
+        timeout=280,
+    )
+    for world in (2, 4)
 }
 CASES_3 = {
     **START,
@@ -154,6 +213,18 @@ def test_residuals_are_kept_below_stage_2_only_unless_asked_for(spec: str) -> No
         else:
             assert held >= 8 * 14336, "two fp32 copies of the compressed matrices"
             assert ("bytes on every rank" in said) == (stage == 1)
+
+
+@pytest.mark.parametrize(("world", "stage", "ep_size"), MOE)
+def test_experts_are_averaged_with_those_who_share_them(world: int, stage: int, ep_size: int) -> None:
+    theirs, exact, ours = (MOE_RUNS[world][stage, ep_size, spec] for spec in (None, "none", "int8"))
+    assert [result["all"] for result in exact] == [result["all"] for result in theirs]
+    assert all(result["shared"] == ours[0]["shared"] for result in ours)
+    assert [result["all"] for result in ours[:ep_size]] == [result["all"] for result in ours[-ep_size:]]
+    assert ours[0]["all"] != theirs[0]["all"]
+    assert ours[0]["experts"] == (1 if world == 4 else 0), "shared with all ranks, or alone, experts need no handle"
+    assert ours[0]["stats"]["ratio"] > (1.5 if (world, ep_size) == (2, 2) else 2.5)
+    assert sum(ours[0]["losses"][-5:]) == pytest.approx(sum(theirs[0]["losses"][-5:]), rel=0.02)
 
 
 # ---------------------------------------------------------------- long runs

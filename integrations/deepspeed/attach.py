@@ -134,7 +134,8 @@ def attach(
         "trainer_dtype": engine.communication_data_type,
     }  # fmt: skip
     groups = _expert_groups(engine)
-    dense = [p for name, p in parameters.items() if not any(name in members for _, members in groups)]
+    apart = {name for _, members in groups for name in members}
+    dense = [p for name, p in parameters.items() if name not in apart]
     experts = [
         Handle(group, [parameters[name] for name in members], engine.device, spec, **options)
         for group, members in groups
@@ -165,13 +166,18 @@ class _LossScale:
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
 
-def _expert_groups(engine: Any) -> list[tuple[Any, set[str]]]:
-    """Process groups over which experts are averaged, in one order on all ranks, and the names of these experts."""
-    members: dict[str, set[str]] = {}
+def _expert_groups(engine: Any) -> list[tuple[Any, list[str]]]:
+    """Process groups over which some experts are averaged, in one order on all ranks, and the names of these experts.
+
+    Experts that all ranks share are none of them: they are averaged as everything else is.
+    """
+    members: dict[str, list[str]] = {}
     for name, p in engine.module.named_parameters():
         if is_moe_param(p) and p.requires_grad:
-            members.setdefault(p.group_name, set()).add(stages.clean(name))
-    return [(engine.expert_data_parallel_group[key], members[key]) for key in sorted(members)]
+            members.setdefault(p.group_name, []).append(stages.clean(name))
+    groups = [(engine.expert_data_parallel_group[key], members[key]) for key in sorted(members)]
+    everyone = stages.ranks_of(engine.seq_data_parallel_group)
+    return [(group, names) for group, names in groups if stages.ranks_of(group) != everyone]
 
 
 def _follow_steps(engine: Any, handle: DeepSpeedHandle, stage: int, overrides: stages.Overrides) -> None:

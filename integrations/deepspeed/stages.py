@@ -68,11 +68,11 @@ class Reducer:
         self.handles = [handle, *experts]
         self.world = handle.group.world
         self.parameters = parameters
-        self._by_ranks = {_ranks(each.group.process_group): each for each in self.handles}
+        self._by_ranks = {ranks_of(each.group.process_group): each for each in self.handles}
 
     def serving(self, group: dist.ProcessGroup) -> Handle | None:
         """The handle of a group; None for one of a single rank, which has nothing to exchange."""
-        return self._by_ranks.get(_ranks(group)) if dist.get_world_size(group) > 1 else None
+        return self._by_ranks.get(ranks_of(group)) if dist.get_world_size(group) > 1 else None
 
     def finish(self) -> None:
         """End a round of buckets."""
@@ -336,7 +336,8 @@ def replace_stage3(engine: Any, reducer: Reducer, overrides: Overrides) -> None:
     overrides.set(optimizer, "independent_gradient_partition_epilogue", independent_gradient_partition_epilogue)
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group, which identify it: DeepSpeed makes several of the same ranks."""
     return tuple(dist.get_process_group_ranks(group))
 
 
