@@ -31,6 +31,8 @@ from gradcomp.testing import run
 SIZES = [1024, 1024, 1024, 640]
 STEPS = 3
 SCHEMES = ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-keep"]
+COMPRESSED = ["zero1:int8", "zero2:onebit", "zero3:int8", "fsdp2:int8"]
+"""Trainers with gradcomp in them."""
 
 
 def make_layers() -> nn.Sequential:
@@ -62,8 +64,11 @@ def plain_steps(rank: int, world: int, schemes: list[str]) -> dict[str, float]:
 
 def make_step(scheme: str, rank: int, world: int) -> Any:
     x, module = torch.randn(2, SIZES[0]), make_layers()
+    scheme, _, spec = scheme.partition(":")
     if scheme.startswith("zero"):
         engine = make_engine(module, int(scheme[-1]), rank, world)
+        if spec:
+            gradcomp.register(engine, spec, backend=workers.BACKEND)
 
         def step_engine() -> None:
             engine.backward(engine(x).square().mean())
@@ -79,10 +84,14 @@ def make_step(scheme: str, rank: int, world: int) -> Any:
 
         for layer in [*module, module]:
             fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=scheme == "fsdp2")
+    if spec:
+        gradcomp.register(model, spec, backend=workers.BACKEND)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
-        model.zero_grad()
+        optimizer.zero_grad()
         model(x).square().mean().backward()
+        optimizer.step()
 
     return step
 
@@ -122,9 +131,9 @@ def on_own_network(world: int) -> dict[str, float]:
         try:
             import deepspeed  # noqa: F401
         except ImportError:
-            schemes = [scheme for scheme in SCHEMES if not scheme.startswith("zero")]
+            schemes = [scheme for scheme in [*SCHEMES, *COMPRESSED] if not scheme.startswith("zero")]
         else:
-            schemes = SCHEMES
+            schemes = [*SCHEMES, *COMPRESSED]
         code = f"import test_planner_ranks; test_planner_ranks.main({world}, {','.join(schemes)!r})"
         paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
         done = subprocess.run(
@@ -152,6 +161,19 @@ def test_trainers_send_what_the_planner_says(world: int, scheme: str) -> None:
     units = {"ddp": 2, "zero0": 2, "zero1": 3, "zero2": 3, "zero3": 4, "fsdp2": 4, "fsdp2-keep": 3}[scheme]
     n = sum(a * b + b for a, b in itertools.pairwise(SIZES))
     assert sent == pytest.approx(units * (world - 1) / world * 4 * n, rel=0.03)
+
+
+@pytest.mark.skipif(test_bytes.why_not() is not None, reason=str(test_bytes.why_not()))
+@pytest.mark.parametrize("what", COMPRESSED)
+@pytest.mark.parametrize("world", [2, 3])
+def test_trainers_with_gradcomp_send_what_the_planner_says(world: int, what: str) -> None:
+    scheme, _, spec = what.partition(":")
+    if scheme.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="needs the extra gradcomp[deepspeed]")
+    sent = on_own_network(world)[what] / world
+    job = Job(model=Model.of(make_layers()), gpus=world, network=assumed_network(1.0), precision="fp32", backend="gloo",
+              device="cpu")  # fmt: skip
+    assert sent == pytest.approx(predict(job, scheme, spec).bytes_per_rank, rel=0.03)
 
 
 # ------------------------------------------------------------------------ compressed, against stats()

@@ -191,7 +191,7 @@ def _nothing_fits(made: Plan) -> str:
 # ------------------------------------------------------------------------ accuracy
 @lru_cache(maxsize=1)
 def accuracy_table() -> dict[str, Any]:
-    """The summary of the accuracy benchmark that ships with the package (``benchmarks/planner.py --accuracy`` writes it)."""
+    """The accuracy benchmark's summary, which ships with the package: ``benchmarks/accuracy.py --report --planner`` writes it."""
     found: dict[str, Any] = json.loads(resources.files("gradcomp.planner").joinpath("accuracy.json").read_text())
     return found
 
