@@ -16,7 +16,7 @@ import workers
 import gradcomp
 from gradcomp.testing import run
 
-ROOT = Path(gradcomp.__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SPEC = "onebit"
 
 

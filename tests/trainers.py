@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import gradcomp
 
+ROOT = Path(__file__).resolve().parents[1]
 WORLD, ROWS, STEPS = 2, 8, 6
 """Ranks, samples per batch and rank, batches per rank and epoch."""
 ACCUMULATE, CLIP = 2, 0.05
@@ -96,8 +97,7 @@ def as_launched(rank: int, world: int) -> None:
     """The variables that torchrun sets; no model is looked for on a hub, and no log is written to the terminal."""
     logging.disable(logging.WARNING)
     # on the path, the root's folder `kernels` would shadow the package that transformers looks for
-    root = Path(gradcomp.__file__).parents[1]
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != root]
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), NODE_RANK="0",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", HF_HUB_OFFLINE="1",
@@ -117,7 +117,7 @@ def only_our_warnings() -> Iterator[list[str]]:
 
 def snippets(section: str) -> list[str]:
     """The code of a section of integrations/README.md, diffs applied."""
-    text = (Path(gradcomp.__file__).parent / "integrations" / "README.md").read_text()
+    text = (ROOT / "integrations" / "README.md").read_text()
     body = text[text.index(f"\n## {section}\n") + 1 :].partition("\n## ")[0]
     codes = []
     for kind, code in re.findall(r"```(python|diff)\n(.*?)```", body, re.DOTALL):
