@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import tempfile
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_workers import settings
-from workers import Battery, Net
+from workers import Battery, Net, batch
 
 import gradcomp
 from gradcomp.errors import ConfigError, UnsupportedError
@@ -375,3 +377,56 @@ def test_nothing_of_deepspeed_is_imported_with_gradcomp() -> None:
         gradcomp.register(Net())
     source = inspect.getsource(sys.modules["gradcomp.integrations.dispatch"])
     assert "import deepspeed" not in source
+
+
+# ---------------------------------------------------------------- the documentation
+def snippets() -> list[str]:
+    """The Python and diff snippets of the DeepSpeed section of integrations/README.md."""
+    text = (Path(__file__).parent.parent / "integrations" / "README.md").read_text()
+    section = text.partition("\n## DeepSpeed\n")[2].partition("\n## ")[0]
+    found = []
+    for kind, body in re.findall(r"```(python|diff)\n(.*?)```", section, re.DOTALL):
+        lines = body.splitlines()
+        found.append("\n".join(x if kind == "python" else x[1:] for x in lines if kind == "python" or x[:1] != "-"))
+    return found
+
+
+def run_snippet(rank: int, world: int, code: str) -> float:
+    """Run a snippet, then train two steps if it has not; returns how many times fewer bytes were sent."""
+    import deepspeed
+
+    with ds.quiet():
+        warnings.filterwarnings("ignore", message="gradcomp: cuda_aware")
+        model, engines = Net(), []
+        old = {
+            "type": "OneBitAdam",
+            "params": {"lr": 4e-4, "freeze_step": 1, "weight_decay": 0.01, "cuda_aware": False},
+        }
+        path = Path(tempfile.mkdtemp()) / "old.json"
+        path.write_text(json.dumps(settings(0, optimizer=old)))
+        names: dict[str, Any] = {
+            "torch": torch, "gradcomp": gradcomp, "model": model, "config": settings(2), "print": lambda *args: None,
+            "loader": [batch(step, rank) for step in range(2)], "loss_fn": torch.nn.functional.mse_loss,
+            "train": lambda: engines.append(ds.make_engine(settings(1))),
+        }  # fmt: skip
+        exec(compile(code.replace('"old.json"', repr(str(path))), "snippet", "exec"), names)
+        engine = engines[0] if engines else names["engine"]
+        if not engine.global_steps:
+            ds.train(engine, range(4), rank)
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        return float(engine.gradcomp.stats().ratio)
+
+
+SNIPPETS = snippets()
+README_RUN = Battery(
+    2, {"start": (ds.start, ()), **{n: (run_snippet, (code,)) for n, code in enumerate(SNIPPETS)}}, timeout=280
+)
+
+
+def test_the_documentation_has_its_snippets() -> None:
+    assert len(SNIPPETS) == 3
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_documented_snippets_run_and_save_bytes(number: int) -> None:
+    assert all(ratio > 1.5 for ratio in README_RUN[number])
