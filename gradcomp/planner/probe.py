@@ -42,6 +42,9 @@ _BUDGET = 1.5
 _ELEMENTS = ((256, 256), (2560, 2560))
 """Matrices by which codecs are timed: 0.26 MB and 26 MB of fp32, a small bucket and one of DDP's default size."""
 
+_REST = 0.01
+"""Seconds without traffic before a collective is timed."""
+
 Say = Callable[[str], None]
 
 
@@ -64,10 +67,6 @@ def _request(kind: str, sent: float, world: int, device: torch.device) -> Collec
     return ReduceScatter(send, zeros(send.numel() // world, torch.uint8).float())
 
 
-def _slowest(group: Group, seconds: float) -> float:
-    return float(max(group.gather_object(seconds, "probe")))
-
-
 def measure_collectives(
     group: Group,
     device: torch.device,
@@ -75,39 +74,45 @@ def measure_collectives(
     say: Say,
     kinds: Sequence[str] = ("AllReduce", "AllToAll", "AllGather"),
 ) -> dict[str, Curve]:
-    """Seconds of each kind of collective against bytes sent, at up to five sizes from 4 kB; small ones are repeated more."""
+    """Seconds of each kind of collective against bytes sent, at sizes from 4 kB to ``largest``, each four times the last.
+
+    The link rests before each one, as it does in training while gradients are computed: what switches and token buckets let
+    through at once after a rest counts.
+    """
     curves = {}
     for kind in kinds:
-        points = []
+        points: list[tuple[float, float]] = []
         size = 4096.0
         while size <= largest:
             request = _request(kind, size, group.world, device)
-            group.run(request)
-            group.run(request)
-            begun = time.perf_counter()
-            group.run(request)
-            _settle(device)
-            once = _slowest(group, time.perf_counter() - begun)
-            repeats = max(3, min(30, int(_BUDGET / 4 / max(once, 1e-6))))
-            times = []
-            for _ in range(3):
-                group.gather_object(None, "probe")
-                begun = time.perf_counter()
-                for _ in range(repeats):
-                    group.run(request)
-                _settle(device)
-                times.append(_slowest(group, (time.perf_counter() - begun) / repeats))
+            once = max(_timed(group, request, device, 2))
+            times = _timed(group, request, device, max(3, min(15, int(_BUDGET / 2 / once))))
             sent = sent_bytes(kind, float(request.wire_bytes(group.world)), group.backend)
             points.append((sent, statistics.median(times)))
-            if once * 8 > _BUDGET * 2 and len(points) >= 3:
+            if once * 4 > _BUDGET and len(points) >= 3:
                 break
-            size *= 8
+            size *= 4
         curves[kind] = Curve.fit(points)
         say(
             f"{kind}: {1e3 * curves[kind].fixed:.3g} ms + bytes / {1e-6 / curves[kind].per_byte:.4g} MB/s, "
             f"largest deviation {100 * curves[kind].residual:.0f} %"
         )
     return curves
+
+
+def _timed(group: Group, request: Collective, device: torch.device, repeats: int) -> list[float]:
+    """Seconds of single collectives after a rest, each of the slowest rank."""
+    together = AllReduce(torch.zeros(1, device=device))
+    times = []
+    for _ in range(repeats):
+        time.sleep(_REST)
+        group.run(together)
+        _settle(device)
+        begun = time.perf_counter()
+        group.run(request)
+        _settle(device)
+        times.append(time.perf_counter() - begun)
+    return [max(column) for column in zip(*group.gather_object(times, "probe"), strict=True)]
 
 
 def _settle(device: torch.device) -> None:
