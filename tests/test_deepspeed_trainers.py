@@ -41,15 +41,17 @@ def fresh() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def accelerated(rank: int, world: int, stage: int, patched: bool) -> dict[str, Any]:
+def accelerated(rank: int, world: int, stage: int, patched: bool, registered: bool = False) -> dict[str, Any]:
     from accelerate import Accelerator, DeepSpeedPlugin
 
+    from gradcomp.integrations.accelerate import register
     from gradcomp.integrations.deepspeed import patched_initialize
 
     fresh()
     config = {**settings(stage), "gradcomp": BLOCK} if patched else settings(stage)
     with ds.quiet(), patched_initialize() if patched else nullcontext():
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        compression = register(accelerator, "int8") if registered else None
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
         engine, optimizer = accelerator.prepare(model, optimizer)
@@ -61,6 +63,7 @@ def accelerated(rank: int, world: int, stage: int, patched: bool) -> dict[str, A
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
     handle = getattr(engine, "gradcomp", None)
+    assert compression is None or compression.handle is handle
     return {"losses": losses, "digest": ds.digest(engine), "stats": handle.stats().as_dict() if handle else None}
 
 
@@ -134,6 +137,7 @@ RUN = Battery(
     {
         "start": (start, ()),
         **{("accelerate", s, patched): (accelerated, (s, patched)) for s in (0, 2, 3) for patched in (False, True)},
+        "registered": (accelerated, (2, False, True)),
         **{("trainer", s, patched): (language_model, (s, patched)) for s in (2, 3) for patched in (False, True)},
         "resume": (language_model, (1, True, True)),
     },
@@ -150,6 +154,13 @@ def test_accelerate(stage: int) -> None:
     assert ours[0]["stats"]["ratio"] > 3
     assert sum(ours[0]["losses"][-5:]) == pytest.approx(sum(theirs[0]["losses"][-5:]), rel=0.01)
     assert sum(ours[0]["losses"][-5:]) < 0.5 * sum(ours[0]["losses"][:5])
+
+
+def test_accelerate_with_register() -> None:
+    """``gradcomp.integrations.accelerate.register`` before ``prepare`` does what the configuration's block does."""
+    for registered, patched in zip(RUN["registered"], RUN["accelerate", 2, True], strict=True):
+        assert registered["digest"] == patched["digest"]
+        assert registered["losses"] == patched["losses"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

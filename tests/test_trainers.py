@@ -59,8 +59,8 @@ FILES = {
     "FSDP2": ("fsdp", "fsdp_hybrid"),
     "DeepSpeed": ("deepspeed", "deepspeed_state", "deepspeed_setup"),
     "Lightning": ("lightning",),
-    "Accelerate": ("accelerate", "trainers"),
-    "Transformers": ("transformers", "trainers"),
+    "Accelerate": ("accelerate", "trainers", "deepspeed_trainers"),
+    "Transformers": ("transformers", "trainers", "deepspeed_trainers"),
 }
 """Where the tests are that a column of the table of compatibility speaks of; test_lightning.py trains in plain DDP as well."""
 
