@@ -265,12 +265,38 @@ class RowRuns:
         self.share = max(runs.numel for runs in self._rows)
 
     def gather(self, flat: Tensor, out: Tensor) -> None:
-        """Copy the slots of ``flat`` [W * L] to ``out`` [W, share]."""
+        """Copy the slots of ``flat`` [W * L] to ``out`` [W, share or more]."""
         for runs, values in zip(self._rows, out, strict=True):
             if runs.numel:
                 runs.gather(flat, values)
+            values[runs.numel :].zero_()
 
     def put(self, values: Tensor, shard: Tensor) -> None:
         """Copy this rank's ``values`` [share] to its places in ``shard`` [L]."""
         if self._mine.numel:
             self._mine.scatter(values, shard)
+
+
+class Scratch:
+    """Memory shared by exchanges of which only one runs at a time: the reduce-scatters of trainers that shard to save memory.
+
+    An exchange takes its buffers once, when it is built; their contents do not outlive one of its runs.
+    """
+
+    def __init__(self) -> None:
+        self._segments: list[Tensor] = []
+        self._taken = 0
+
+    def begin(self) -> None:
+        """Another exchange takes buffers."""
+        self._taken = 0
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer [numel] with any contents: the k-th of an exchange lies where the k-th of the others lies."""
+        place, nbytes = self._taken, numel * dtype.itemsize
+        self._taken += 1
+        if place == len(self._segments):
+            self._segments.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        elif self._segments[place].numel() < nbytes:
+            self._segments[place] = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return self._segments[place][:nbytes].view(dtype)

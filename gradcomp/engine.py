@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.bucket import ParameterTable, RowRuns, Runs, Slot
+from gradcomp.bucket import ParameterTable, RowRuns, Runs, Scratch, Slot
 from gradcomp.collectives import AllGather, AllReduce, ReduceScatter
 from gradcomp.compressors.base import Compressor, Part
 from gradcomp.kernels.ops import Ops
@@ -27,6 +27,7 @@ class Context:
     """What all buckets of a handle share.
 
     ``find_unused``: the trainer drops the gradients of parameters that no rank used, so their residuals must not be sent.
+    ``scratch``: the buffers of reduce-scatters, if only one exchange runs at a time.
     """
 
     table: ParameterTable
@@ -35,6 +36,7 @@ class Context:
     world: int
     ops: Ops
     find_unused: bool = False
+    scratch: Scratch | None = None
 
 
 class BucketExchange:
@@ -70,11 +72,20 @@ class BucketExchange:
         self._layout = wire.checksum([(s.name, s.offset, s.numel) for s in slots], str(buffer.dtype), context.world)
         self._fresh = True
 
+        scratch = context.scratch if row is not None else None
+        if scratch is not None:
+            scratch.begin()
+
+        def floats(numel: int) -> Tensor:
+            if scratch is None:
+                return torch.zeros(numel, device=buffer.device)
+            return scratch.take(numel, torch.float32, buffer.device)
+
         as_it_is = not groups or buffer.dtype == torch.float32
-        self._flat = None if as_it_is else torch.zeros(buffer.numel(), device=buffer.device)
+        self._flat = None if as_it_is else floats(buffer.numel())
         flat = buffer if self._flat is None else self._flat
         self._row = row
-        self._shard = None if as_it_is or row is None else torch.zeros(row, device=buffer.device)
+        self._shard = None if as_it_is or row is None else floats(row)
         self.slots = slots
         self._finite = torch.ones(1, dtype=torch.int32, device=buffer.device)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=buffer.device)
@@ -90,6 +101,7 @@ class BucketExchange:
                 slots=members, exact_slots=riders, table=context.table, rank=context.rank, world=context.world,
                 device=buffer.device, ops=context.ops, memory=context.memory, spec=wire.checksum(spec),
                 layout=self._layout, flat=flat, finite=self._finite, saturated=self.saturated, row=row,
+                scratch=scratch,
             )  # fmt: skip
             self._parts.append(compressor(config, part))
 
@@ -97,10 +109,11 @@ class BucketExchange:
         self._exact: Runs | RowRuns
         if row is None:
             self._exact = Runs(exact, buffer.device)
-            self._exact_values = torch.zeros(self._exact.numel, device=buffer.device)
+            self._exact_values = floats(self._exact.numel)
         else:
             self._exact = RowRuns(exact, context.rank, context.world, row, buffer.device)
-            self._exact_values = torch.zeros(context.world, self._exact.share, device=buffer.device)
+            self._exact_values = floats(context.world * self._exact.share).view(context.world, self._exact.share)
+            self._release(buffer)
         # residuals that the chosen compressors do not read would be lost: send them with the next step
         self.feeds_back = any(compressor.feeds_back for compressor in self._parts)
         reads = {slot.name for c in self._parts if c.feeds_back for slot in c.part.slots}
@@ -123,6 +136,7 @@ class BucketExchange:
 
         if out is not None:
             yield from self._run_scatter(flat, step, scale, out)
+            self._release(buffer)
             return
         assert isinstance(self._exact, Runs)
         if self._exact.numel:
@@ -180,6 +194,11 @@ class BucketExchange:
             shard.fill_(float("nan"))
         if self._shard is not None:
             out.copy_(self._shard)
+
+    def _release(self, buffer: Tensor) -> None:
+        """Hold on to no tensor of a trainer that frees gradients to save memory."""
+        for compressor in self._parts:
+            compressor.part.flat, compressor.part.shard = buffer.new_empty(0), None
 
     @staticmethod
     def _is_used(flat: Tensor, slot: Slot) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.bucket import Parameter, ParameterTable, Slot
+from gradcomp.bucket import Parameter, ParameterTable, Scratch, Slot
 from gradcomp.checkpoint import STATE_FORMAT, agree_on_states
 from gradcomp.collectives import Group
 from gradcomp.compressors.base import require
@@ -106,7 +106,10 @@ class Handle:
         self._memory = Memory(self._table, self.group.rank, self.group.world)
         if counts_steps:
             self._memory.begin()
-        self._context = Context(self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused)
+        scratch = Scratch() if synchronous else None
+        self._context = Context(
+            self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused, scratch
+        )
         self._counters = Counters()
         self._step = 0
         self._rounds = 0

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcomp.bucket import Parameter, ParameterTable, Runs, Slot, cut_blocks
+from gradcomp.bucket import Parameter, ParameterTable, Runs, Scratch, Slot, cut_blocks
 
 SIZES = st.lists(st.sampled_from([0, 1, 31, 32, 33, 100, 256, 1000]), min_size=1, max_size=6)
 
@@ -96,3 +96,14 @@ def test_names_must_be_unique() -> None:
     twice = [Parameter("a", 1, (1,), torch.float32)] * 2
     with pytest.raises(ValueError, match="not unique"):
         ParameterTable(twice)
+
+
+def test_exchanges_share_scratch_memory() -> None:
+    scratch, device = Scratch(), torch.device("cpu")
+    one = [scratch.take(numel, torch.float32, device) for numel in (100, 30)]
+    scratch.begin()
+    two = [scratch.take(20, torch.uint8, device), scratch.take(50, torch.float32, device)]
+    assert one[0].data_ptr() == two[0].data_ptr() != one[1].data_ptr()
+    assert [tensor.numel() for tensor in two] == [20, 50]
+    two[1].fill_(1)  # larger than what was there: memory of its own
+    assert float(one[1].sum()) == 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.bucket import BlockSpan, Parameter, ParameterTable, RowRuns, Runs, Slot, cut_blocks
+from gradcomp.bucket import BlockSpan, Parameter, ParameterTable, RowRuns, Runs, Scratch, Slot, cut_blocks
 from gradcomp.collectives import Collective
 from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.kernels.ops import Blocks, Ops
@@ -80,7 +80,8 @@ class Part:
     Set before every step: ``flat`` (the bucket, fp32 [n]; the raw buffer in its own dtype for ``none``), ``scale`` (loss
     scale that is in ``flat``) and ``step``. Set by the compressor: ``ok``, whether all ranks were finite.
 
-    In a reduce-scatter ``flat`` is [W * row], slots have owners, and the mean goes to ``shard`` [row].
+    In a reduce-scatter ``flat`` is [W * row], slots have owners, and the mean goes to ``shard`` [row]. ``scratch``: where
+    buffers come from if other exchanges share them.
     """
 
     slots: Sequence[Slot]
@@ -98,6 +99,7 @@ class Part:
     saturated: Tensor
     row: int | None = None
     shard: Tensor | None = None
+    scratch: Scratch | None = None
     scale: float = 1.0
     step: int = 0
     ok: bool = True
@@ -119,7 +121,9 @@ class Part:
         return cut_blocks(self.slots, self.table, size, self.rank, self.world, self.device)
 
     def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A buffer, allocated once per layout."""
+        """A buffer, allocated once per layout. In a reduce-scatter its contents, and zeros, may not outlive the exchange."""
+        if self.scratch is not None:
+            return self.scratch.take(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def gather(self) -> Tensor:

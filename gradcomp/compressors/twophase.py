@@ -94,6 +94,7 @@ class TwoPhase(Compressor):
         yield AllToAll(self.send, self.recv, final=True)
         if not part.agree(wire.check_headers(recv, part.header)):
             return
+        self.decoded.zero_()  # between the blocks; other exchanges may have used the memory
         for rank in range(part.world):
             # in rank order, and blocks never overlap: the first one need not find zeros
             target = self.decoded if rank else shard
