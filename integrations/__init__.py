@@ -5,6 +5,7 @@
 ``dcp``        :mod:`torch.distributed.checkpoint`: a handle's state beside model and optimizer
 ``deepspeed``  DeepSpeed's engine at every ZeRO stage, and its removed 1-bit optimizers
 ``dispatch``   :func:`gradcomp.register`: the right one of them for a model
+``lightning``, ``accelerate``, ``transformers``  these trainers, which wrap the model themselves; ``trainers``: what they share
 """
 
 if __name__ != "gradcomp.integrations":
