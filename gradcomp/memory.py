@@ -92,6 +92,7 @@ class Memory:
     world: int
     _entries: dict[tuple[Kind, str], _Entry] = field(default_factory=dict)
     _transaction: bool = False
+    _dropped: dict[str, _Entry] = field(default_factory=dict)
     _distinct: list[Buffer] | None = None
 
     # ---------------------------------------------------------------- buffers
@@ -194,17 +195,27 @@ class Memory:
     def begin(self) -> None:
         """A step of the trainer begins: :meth:`rollback` leads back to here."""
         self._transaction = True
+        self._dropped.clear()
         for buffer in self._buffers():
             buffer.commits = 0
 
-    def rollback(self) -> None:
-        """Undo every :meth:`commit` since the last :meth:`begin`: the trainer skipped the step."""
+    def rollback(self) -> bool:
+        """Undo every :meth:`commit` since the last :meth:`begin`: the trainer skipped the step.
+
+        Returns:
+            Whether residuals that had been sent and dropped are back, so that buckets must look for them again.
+        """
+        restored = bool(self._dropped)
+        for name, entry in self._dropped.items():
+            self._set("worker", name, entry)
+        self._dropped.clear()
         for buffer in self._buffers():
             if buffer.commits == 1:
                 buffer.swap()
             elif buffer.commits:
                 buffer.current.copy_(buffer.origin)
             buffer.commits = 0
+        return restored
 
     def holds(self, parameter: str) -> bool:
         """Whether there is any residual of a parameter, whole or in pieces."""
@@ -219,11 +230,14 @@ class Memory:
 
     def drop_worker(self, name: str) -> None:
         """Forget the residual of a parameter: it has been sent."""
-        self._pop("worker", name)
+        entry = self._pop("worker", name)
+        if entry is not None and self._transaction:
+            self._dropped.setdefault(name, entry)
 
     def clear(self) -> None:
         """Forget everything."""
         self._entries.clear()
+        self._dropped.clear()
         self._distinct = None
 
     def _buffers(self) -> list[Buffer]:

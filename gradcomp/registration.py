@@ -357,8 +357,8 @@ class Handle:
     def end_step(self, applied: bool) -> None:
         """The trainer has ended a step, of one or more rounds; not ``applied``: it skipped it, so residuals go back."""
         self.finish()
-        if not applied:
-            self._memory.rollback()
+        if not applied and self._memory.rollback():
+            self._exchanges.clear()
         self._memory.begin()
         if self._rounds_in_step:
             self._counters.steps += 1
@@ -373,7 +373,8 @@ class Handle:
         self._schedule.abandon()
         self._in_step = False
         if self._counts_steps:
-            self._memory.rollback()
+            if self._memory.rollback():
+                self._exchanges.clear()
             self._memory.begin()
             self._rounds_in_step = 0
 

@@ -54,6 +54,23 @@ def overflow(rank: int, world: int, stage: int, spec: str, micro: int) -> dict[s
     }
 
 
+def leftover(rank: int, world: int) -> dict[str, Any]:
+    """Residuals of a compressor that is no longer used are sent once; if that step is skipped, they wait for the next."""
+    engine = ds.make_engine(settings(2, "fp16", gradient_accumulation_steps=2))
+    handle, _ = ds.attach(engine, EF)
+    ds.train(engine, range(4), rank)
+    before = residuals(handle)
+    handle.set("none")
+    ds.train(engine, range(4, 5), rank, spikes=(4,))  # finite in the first micro-batch, so they are sent there
+    after = handle.stats().residual_norm
+    ds.train(engine, range(5, 6), rank)
+    norm = sum(float(v.norm() ** 2) for v in before["worker"].values()) ** 0.5
+    return {
+        "skipped": engine.skipped_steps, "before": norm, "after": after, "sent": handle.stats().residual_norm,
+        "digest": ds.digest(engine),
+    }  # fmt: skip
+
+
 # ---------------------------------------------------------------- checkpoints
 def shared_folder() -> Path:
     """A new folder that all ranks know."""
@@ -192,6 +209,7 @@ RUN = Battery(
         "start": (ds.start, ()),
         **{("overflow", stage, 1): (overflow, (stage, EF, 1)) for stage in STAGES},
         **{("overflow", stage, 3): (overflow, (stage, EF, 3)) for stage in (2, 3)},
+        "leftover": (leftover, ()),
         **{("resume", name): (resume, arguments) for name, arguments in RESUMED.items()},
         **{("bad", kind): (bad_resume, (kind,)) for kind in KINDS},
         "module only": (module_only, ()),
@@ -212,6 +230,16 @@ def test_overflows_skip_their_steps_and_move_no_residual(stage: int, micro: int)
         assert result["scale"] == 4.0
         assert result["steps"] == 30
         assert sum(result["losses"][-8:]) < 0.5 * sum(result["losses"][:8]), "training goes on"
+    assert results[0]["digest"] == results[1]["digest"]
+
+
+def test_residuals_that_were_sent_in_a_skipped_step_come_back() -> None:
+    results = RUN["leftover"]
+    for result in results:
+        assert result["skipped"] == 1
+        assert result["before"] > 0
+        assert result["after"] >= result["before"] * 0.5, "the owners' residuals were folded in"
+        assert result["sent"] == 0.0
     assert results[0]["digest"] == results[1]["digest"]
 
 
