@@ -193,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabits", type=float, nargs="+", default=[0.1, 1.0, 10.0], choices=[0.1, 1.0, 10.0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    parser.add_argument("--models", nargs="+", default=list(planner_steps.MODELS), choices=list(planner_steps.MODELS))
     parser.add_argument("--seconds", type=float, default=2.0, help="of timed steps for each model and compressor")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one link, one small model, two compressors, few steps")
@@ -228,8 +229,9 @@ def measure(arguments: argparse.Namespace, console: Console) -> list[schema.Row]
     for (gigabits, ranks), wanted in SETTINGS.items():
         if gigabits in arguments.gigabits and ranks in arguments.ranks:
             console.print(f"{gigabits:g} Gb/s, {ranks} ranks", style="bold")
+            some = [(model, batch) for model, batch in wanted if model in arguments.models]
             plan = planner_steps.Plan(
-                gigabits, wanted, SPECS, LARGEST[gigabits], seconds=arguments.seconds, seed=arguments.seed
+                gigabits, some, SPECS, LARGEST[gigabits], seconds=arguments.seconds, seed=arguments.seed
             )
             rows += run(gigabits, ranks, plan, console)
     return rows

@@ -236,6 +236,9 @@ def test_sharded_steps_prefetch() -> None:
     ahead = timing.sharded_micro_step(units, 4.0, 8.0, 1.0, net, None, 2)
     assert ahead.total == pytest.approx(12 + 0.5 + 0.5 + 0.5)  # the first gather of each pass, the last reduce-scatter
     assert ahead.link == pytest.approx(in_turn.link)
+    coded = Codec(((0.0, 0.0), (0.0, 0.1)), "test")
+    decoding = timing.sharded_micro_step(units, 4.0, 8.0, 1.0, net, None, 2, gather_codec=coded, overlap=False)
+    assert decoding.total == pytest.approx(in_turn.total + 8 * 0.1)
     kept = timing.sharded_micro_step(units, 4.0, 8.0, 1.0, net, None, 2, gathers=1, overlap=False)
     assert kept.total == pytest.approx(in_turn.total - 4 * 0.5)
 

@@ -31,7 +31,7 @@ from gradcomp.testing import run
 SIZES = [1024, 1024, 1024, 640]
 STEPS = 3
 SCHEMES = ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-keep"]
-COMPRESSED = ["zero1:int8", "zero2:onebit", "zero3:int8", "fsdp2:int8"]
+COMPRESSED = ["zero1:int8", "zero2:onebit", "zero3:int8", "fsdp2:int8", "fsdp2-int8:int8"]
 """Trainers with gradcomp in them."""
 
 
@@ -83,9 +83,13 @@ def make_step(scheme: str, rank: int, world: int) -> Any:
         from torch.distributed.fsdp import fully_shard
 
         for layer in [*module, module]:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=scheme == "fsdp2")
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=scheme != "fsdp2-keep")
     if spec:
         gradcomp.register(model, spec, backend=workers.BACKEND)
+    if scheme == "fsdp2-int8":
+        from gradcomp.integrations.fsdp import register_all_gather
+
+        register_all_gather(model, backend=workers.BACKEND)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:

@@ -71,7 +71,9 @@ def plan(
     bucket_mb: Annotated[float | None, typer.Option(help="DDP's bucket_cap_mb. [25]")] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(help="Of ddp, zero1, zero2, zero3, fsdp2, fsdp2-keep, zero1-paper, zero2-paper, zero++, diloco."),
+        typer.Option(
+            help="Of ddp, zero1, zero2, zero3, fsdp2, fsdp2-keep, fsdp2-int8, zero1-paper, zero2-paper, zero++, diloco"
+        ),
     ] = None,
     compressors: Annotated[str | None, typer.Option(help='Specs separated by commas, or "all".')] = None,
     profile: Annotated[Path | None, typer.Option(help="What gradcomp probe wrote.")] = None,

@@ -57,6 +57,8 @@ def plan(job: Job) -> Plan:
 
 def risk(spec: str, scheme: str = "ddp") -> int:
     """0: uncompressed; 1: rounding; 2: int8, nearly unbiased; 3: biased with error feedback; 4: strongly biased, or without."""
+    if SCHEMES[scheme].weight_spec:
+        return max(risk(SCHEMES[scheme].weight_spec), risk(spec, "fsdp2"))
     if spec in ("none", "built in"):
         return 0
     compressor, config = parse_spec(effective_spec(SCHEMES[scheme], spec))

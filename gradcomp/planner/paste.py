@@ -62,12 +62,14 @@ def fsdp_lines(job: Job, row: Row) -> str:
     """The lines for FSDP2."""
     keep = ", reshard_after_forward=False" if row.scheme == "fsdp2-keep" else ""
     lines = ["for layer in model.layers:", f"    fully_shard(layer{keep})", f"fully_shard(model{keep})"]
+    if SCHEMES[row.scheme].weight_spec:
+        lines += ["from gradcomp.integrations.fsdp import register_all_gather", "register_all_gather(model)"]
     return "\n".join(lines + _register("model", row))
 
 
 def _register(what: str, row: Row) -> list[str]:
     if row.compressor == "none":
-        return ["# no compression: it would not pay here"]
+        return ["# gradients as they are: compressing them would not pay here"]
     warm = warmup_steps(row.compressor)
     options = f", warmup_steps={warm}" if warm else ""
     return [f'handle = gradcomp.register({what}, "{row.compressor}"{options})']

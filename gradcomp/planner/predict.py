@@ -17,7 +17,7 @@ from gradcomp.planner.profile import Codec, Network, Profile, assumed_codec
 from gradcomp.planner.volume import SCHEMES, Scheme
 from gradcomp.registry import Spec, format_spec, parse_spec, without_unasked_feedback
 
-DEFAULT_SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero++", "diloco")
+DEFAULT_SCHEMES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "fsdp2-int8", "zero++", "diloco")
 DEFAULT_COMPRESSORS = ("none", "fp16", "int8", "int4", "onebit", "topk", "powersgd")
 ZERO_BUCKET = 50_000_000
 """Elements of ZeRO's ``reduce_bucket_size`` in the plan and in the configuration that it prints."""
@@ -202,7 +202,7 @@ def predict(job: Job, scheme_name: str, spec: str, network: Network | None = Non
 
     step = step_time(job, scheme, spec, buckets, network)
     sent = scheme.gradient_rounds(micro) * sum(bucket.nbytes for bucket in buckets)
-    sent += scheme.weight_rounds(micro) * volume.scatter(width * n, ranks)
+    sent += scheme.weight_rounds(micro) * volume.scatter(scheme.weight_bytes(width) * n, ranks)
     if scheme.name == "zero++":
         sent = volume.zero_plus_plus(n, ranks, job.gpus_per_node, micro_steps=micro)
 
@@ -240,8 +240,18 @@ def step_time(job: Job, scheme: Scheme, spec: str, buckets: Sequence[payload.Buc
     elif scheme.gradients == "reduce-scatter" and scheme.gathers_each_micro_step:
         units = [(bucket.numel, bucket) for bucket in reversed(buckets)]
         overlap = job.overlap and job.backend == "nccl"  # gloo works in turn
+        weights = job.codec(scheme.weight_spec) if scheme.weight_spec else None
         once = timing.sharded_micro_step(
-            units, forward, backward, width, network, codec, ranks, scheme.gathers, overlap
+            units,
+            forward,
+            backward,
+            scheme.weight_bytes(width),
+            network,
+            codec,
+            ranks,
+            scheme.gathers,
+            overlap,
+            weights,
         )
     else:
         # DDP overlaps by itself; DeepSpeed with `overlap_comm` on its own stream; compressed buckets by their schedule

@@ -159,6 +159,7 @@ def sharded_micro_step(
     ranks: int,
     gathers: int = 2,
     overlap: bool = True,
+    gather_codec: Codec | None = None,
 ) -> Step:
     """One micro-step of ZeRO-3 or FSDP: weights are gathered unit by unit, gradients reduce-scattered.
 
@@ -170,6 +171,7 @@ def sharded_micro_step(
         forward_seconds, backward_seconds: of all units, in proportion to their parameters.
         weight_bytes: per parameter, when gathered.
         gathers: 2, or 1 if the weights stay after forward.
+        gather_codec: of the weights: its last segment, decoding, is the work of every gather.
     """
     clock = _Clock()
     total = sum(numel for numel, _ in units) or 1.0
@@ -184,6 +186,8 @@ def sharded_micro_step(
         ready = gather(order[0][0]) if gathering else clock.now
         for index, (numel, bucket) in enumerate(order):
             clock.now = max(clock.now, ready)
+            if gathering and gather_codec is not None:
+                clock.work(gather_codec.seconds(numel, len(gather_codec.segments) - 1))
             following = order[index + 1][0] if index + 1 < len(order) and gathering else None
             if overlap and following is not None:
                 ready = gather(following)  # while this unit computes

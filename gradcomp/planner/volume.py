@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gradcomp.registry import parse_spec
+
 
 def share(ranks: int) -> float:
     """f = (N - 1) / N: the part of a collective's data that leaves a rank."""
@@ -38,6 +40,7 @@ class Scheme:
     ``gradients``: ``all-reduce`` or ``reduce-scatter``; ``each_micro_step``: they move in every micro-step, not once per step.
     ``gathers``: all-gathers of the weights, per micro-step if ``gathers_each_micro_step``. ``sharded``: what is divided among
     the ranks, of ``optimizer``, ``gradients``, ``weights``. ``local_steps``: H, optimizer steps between two exchanges.
+    ``weight_spec``: how weights are gathered; empty: as they are.
     """
 
     name: str
@@ -49,6 +52,11 @@ class Scheme:
     sharded: frozenset[str] = frozenset()
     local_steps: int = 1
     trainer: str = "deepspeed"
+    weight_spec: str = ""
+
+    def weight_bytes(self, width: float) -> float:
+        """Bytes per weight when gathered: ``width``, or what the compressor's payload has per element."""
+        return parse_spec(self.weight_spec)[0].traits.bits / 8 if self.weight_spec else width
 
     def gradient_rounds(self, micro_steps: int) -> float:
         """Exchanges of all gradients per optimizer step."""
@@ -92,6 +100,10 @@ SCHEMES = {
         Scheme(
             name="fsdp2-keep", title="FSDP2, kept", gradients="reduce-scatter",
             each_micro_step=True, gathers=1, gathers_each_micro_step=True, sharded=_ALL, trainer="fsdp2",
+        ),
+        Scheme(
+            name="fsdp2-int8", title="FSDP2, int8 weights", gradients="reduce-scatter", each_micro_step=True, gathers=2,
+            gathers_each_micro_step=True, sharded=_ALL, trainer="fsdp2", weight_spec="int8",
         ),
         Scheme(
             name="zero1-paper", title="ZeRO-1, paper", gradients="reduce-scatter", gathers=1, sharded=_STATES,
