@@ -107,7 +107,7 @@ def language_model(rank: int, world: int, stage: int, patched: bool, resume: boo
         return trainer, trainer.train(resume_from_checkpoint=load)
 
     with ds.quiet(), patched_initialize() if patched else nullcontext():
-        warnings.filterwarnings("ignore", message="gradcomp: error feedback of int8")
+        warnings.filterwarnings("ignore", message="gradcomp: error feedback")
         trainer, output = train(8, False)
         first = ds.parameters(trainer.model_wrapped)
         files, again = sorted(p.name for p in folder.glob("checkpoint-4/**/gradcomp_rank*")), None
