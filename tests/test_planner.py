@@ -180,7 +180,8 @@ def test_residuals_and_scratch_are_those_of_real_buffers() -> None:
         if spec == "int8":
             part = exchange._parts[0]
             buffers = part.send.nbytes + part.recv.nbytes + part.mine.nbytes  # type: ignore[attr-defined]
-            assert buffers <= found.scratch < buffers + 40 * (60300 // 256) + 4096
+            assert buffers <= found.scratch <= buffers + 4096
+            assert 0 < found.tables < 40 * (60300 // 256 + 2)
 
 
 # ------------------------------------------------------------------------ time
@@ -282,7 +283,7 @@ def test_one_gpu() -> None:
 def test_memory_decides() -> None:
     tight = plan(job(model=from_parameters(7e9), network=assumed_network(10.0), gpu_memory=24e9))
     assert tight.best is not None
-    assert tight.best.scheme in ("zero3", "fsdp2")
+    assert tight.best.scheme in ("zero3", "fsdp2", "fsdp2-int8")
     ddp = next(row for row in tight.rows if row.scheme == "ddp")
     assert ddp.fits is False
     assert "does not fit" in ddp.why

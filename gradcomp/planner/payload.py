@@ -44,13 +44,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket's exchange: elements, of them compressed, requests in order, residual and scratch bytes on this rank."""
+    """One bucket's exchange: elements, of them compressed, requests in order; on this rank bytes of residuals, of buffers, and
+    of index tables."""
 
     numel: float
     compressed: float
     requests: tuple[Request, ...]
     residual: float = 0.0
     scratch: float = 0.0
+    tables: float = 0.0
 
     @property
     def nbytes(self) -> float:
@@ -67,9 +69,8 @@ class Bucket:
         if factor == 1.0:
             return self
         requests = tuple(Request(r.kind, factor * r.nbytes, r.final) for r in self.requests)
-        return Bucket(
-            factor * self.numel, factor * self.compressed, requests, factor * self.residual, factor * self.scratch
-        )
+        sizes = (factor * value for value in (self.residual, self.scratch, self.tables))
+        return Bucket(factor * self.numel, factor * self.compressed, requests, *sizes)
 
 
 class _NoOps:
@@ -84,14 +85,14 @@ class _NoOps:
 class _Dry(TorchFunctionMode):
     """Large buffers stay untouched: they are allocated lazily, and what would fill or read them whole is left out.
 
-    ``nbytes``: what ``torch.zeros`` and copies to the device have allocated, a bucket's buffers and index tables.
+    ``buffers``: bytes that ``torch.zeros`` has allocated; ``tables``: that copies to the device have.
     """
 
     _LARGE = 1 << 20
 
     def __init__(self) -> None:
         super().__init__()
-        self.nbytes = 0
+        self.buffers = self.tables = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,8 +104,10 @@ class _Dry(TorchFunctionMode):
         if large and func is torch.Tensor.sum and len(args) == 1:
             return torch.zeros(())
         result = untouched(*args, kwargs.get("dtype")) if func is torch.zeros else func(*args, **kwargs)
-        if func is torch.zeros or func is torch.Tensor.to:
-            self.nbytes += result.nbytes
+        if func is torch.zeros:
+            self.buffers += result.nbytes
+        elif func is torch.Tensor.to:
+            self.tables += result.nbytes
         return result
 
     def __exit__(
@@ -227,10 +230,10 @@ def run_dry(
     buffer = untouched(numel, torch.float32)
     with _Dry() as dry:
         exchange = BucketExchange(slots_of(parameters), buffer, choices, Context(table, memory, 0, world, ops))
-        scratch = dry.nbytes
+        scratch, tables = dry.buffers - memory.nbytes, dry.tables
         requests = _record(exchange, buffer, world)
     copy = 0 if all(p.dtype == torch.float32 for p in parameters) else 4 * numel
-    return Bucket(numel, compressed, requests, memory.nbytes, scratch - memory.nbytes + copy)
+    return Bucket(numel, compressed, requests, memory.nbytes, scratch + copy, tables)
 
 
 def _of_width(width: int) -> torch.dtype:
@@ -298,10 +301,10 @@ def _scatter_run(key: tuple[Any, ...], spec: str, world: int, by_rows: bool) -> 
     buffer, out = untouched(world * row, torch.float32), untouched(row, torch.float32)
     with _Dry() as dry:
         exchange = BucketExchange(slots, buffer, choices, Context(memory.table, memory, 0, world, ops), row)
-        scratch = dry.nbytes
+        scratch, tables = dry.buffers - memory.nbytes, dry.tables
         requests = _record(exchange, buffer, world, out)
     copy = 0 if width == 4 else 4 * (numel + row)
-    return Bucket(numel, compressed, requests, memory.nbytes, scratch - memory.nbytes + copy)
+    return Bucket(numel, compressed, requests, memory.nbytes, scratch + copy, tables)
 
 
 def _record(

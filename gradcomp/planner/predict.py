@@ -304,7 +304,10 @@ def _memory(job: Job, scheme: Scheme, buckets: Sequence[payload.Bucket], plain: 
         used["outer optimizer"] = memory.local_step_states(n)
     if not plain:
         used["gradcomp residuals"] = sum(bucket.residual for bucket in buckets)
-        used["gradcomp scratch"] = sum(bucket.scratch for bucket in buckets)
+        scratch = [bucket.scratch for bucket in buckets]
+        # reduce-scatters run one at a time and share their buffers
+        shared = max(scratch, default=0.0) if scheme.gradients == "reduce-scatter" else sum(scratch)
+        used["gradcomp scratch"] = shared + sum(bucket.tables for bucket in buckets)
     return used
 
 
