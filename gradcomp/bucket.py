@@ -187,6 +187,40 @@ def cut_blocks(
     return blocks, tuple(spans)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive blocks of a bucket that travel in a payload of their own: the first is block ``first`` of the bucket,
+    and their owned ones begin at place ``owned_first`` of this rank's shard."""
+
+    blocks: Blocks
+    first: int
+    owned_first: int
+
+
+def split_blocks(blocks: Blocks, rank: int, count: int) -> list[Piece]:
+    """Cut a bucket's blocks into ``count`` pieces of about the same number of blocks."""
+    if count <= 1:
+        return [Piece(blocks, 0, 0)]
+    owner, place = blocks.position.long() // blocks.per_shard, blocks.position.long() % blocks.per_shard
+    before, pieces = torch.zeros(blocks.world, dtype=torch.int64, device=owner.device), []
+    for i in range(count):
+        run = slice(i * blocks.count // count, (i + 1) * blocks.count // count)
+        shares = torch.bincount(owner[run], minlength=blocks.world)
+        per_shard, first, mine = int(shares.max()), int(before[rank]), int(shares[rank])
+        owned, owned_number = (
+            torch.cat([known[first : first + mine], known.new_zeros(per_shard - mine)])
+            for known in (blocks.owned, blocks.owned_number)
+        )
+        position = owner[run] * per_shard + place[run] - before[owner[run]]
+        part = replace(
+            blocks, per_shard=per_shard, start=blocks.start[run], length=blocks.length[run], number=blocks.number[run],
+            position=position.to(torch.int32), owned=owned, owned_number=owned_number,
+        )  # fmt: skip
+        pieces.append(Piece(part, run.start, first))
+        before += shares
+    return pieces
+
+
 class Runs:
     """Some slots of a flat bucket as one compact tensor of :attr:`numel` elements, in slot order.
 

@@ -4,6 +4,9 @@ A compressor yields requests (:class:`AllReduce`, :class:`AllToAll`, :class:`All
 schedule issues them through a :class:`Group`, which counts every byte that this rank puts on the network. Volumes per rank
 (N ranks, M bytes in the send buffer): ring all-reduce ``2 (N-1)/N M``, all-to-all and reduce-scatter ``(N-1)/N M``,
 all-gather ``(N-1) M``.
+
+A request is complete when the compressor goes on, unless it is ``ahead``: then the compressor goes on at once, and yields
+a :class:`Wait` for it before it uses the result.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ class AllReduce:
 
     tensor: Tensor
     final: bool = False
+    ahead: bool = False
 
     def wire_bytes(self, world: int) -> int:
         """Bytes that each rank sends."""
@@ -39,6 +43,7 @@ class AllToAll:
     send: Tensor
     recv: Tensor
     final: bool = False
+    ahead: bool = False
 
     def wire_bytes(self, world: int) -> int:
         """Bytes that each rank sends."""
@@ -52,6 +57,7 @@ class AllGather:
     send: Tensor
     recv: Tensor
     final: bool = False
+    ahead: bool = False
 
     def wire_bytes(self, world: int) -> int:
         """Bytes that each rank sends."""
@@ -65,6 +71,7 @@ class ReduceScatter:
     send: Tensor
     recv: Tensor
     final: bool = False
+    ahead: bool = False
 
     def wire_bytes(self, world: int) -> int:
         """Bytes that each rank sends."""
@@ -72,6 +79,13 @@ class ReduceScatter:
 
 
 Collective = AllReduce | AllToAll | AllGather | ReduceScatter
+
+
+@dataclass(slots=True)
+class Wait:
+    """Go on when ``request``, which was issued ahead, is complete. Each of those is waited for once."""
+
+    request: Collective
 
 
 class Pending:

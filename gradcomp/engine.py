@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradcomp import wire
 from gradcomp.bucket import ParameterTable, RowRuns, Runs, Scratch, Slot
-from gradcomp.collectives import AllGather, AllReduce, ReduceScatter
+from gradcomp.collectives import AllGather, AllReduce, ReduceScatter, Wait
 from gradcomp.compressors.base import Compressor, Part
 from gradcomp.kernels.ops import Ops
 from gradcomp.memory import Memory
@@ -155,7 +155,8 @@ class BucketExchange:
             part.flat, part.step, part.scale = flat, step, scale
             part.begin()
             for request in compressor.reduce():
-                request.final = request.final and compressor is self._parts[-1]
+                if not isinstance(request, Wait):
+                    request.final = request.final and compressor is self._parts[-1]
                 yield request
             self.ok = self.ok and part.ok
 
@@ -185,7 +186,8 @@ class BucketExchange:
             part.flat, part.shard, part.step, part.scale = flat, shard, step, scale
             part.begin()
             for request in compressor.reduce_scatter():
-                request.final = request.final and compressor is self._parts[-1]
+                if not isinstance(request, Wait):
+                    request.final = request.final and compressor is self._parts[-1]
                 yield request
             self.ok = self.ok and part.ok
         if exact and not self._memory.active:

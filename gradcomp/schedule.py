@@ -19,14 +19,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from gradcomp.collectives import Collective, Group, Pending
+from gradcomp.collectives import Collective, Group, Pending, Wait
 from gradcomp.errors import ConfigError, GradcompError, MismatchError
 
-Exchange = Generator[Collective, None, None]
+Exchange = Generator[Collective | Wait, None, None]
 
 
 @dataclass(slots=True)
@@ -40,31 +40,53 @@ class Timings:
 
 @dataclass(slots=True)
 class Task:
-    """One bucket's exchange. ``done`` is called once, when the exchange has finished."""
+    """One bucket's exchange. ``done`` is called once, when the exchange has finished.
+
+    ``pending`` is what it waits for: the ``awaited``-th of the ``issued`` collectives. ``ending``: the last one is issued.
+    """
 
     exchange: Exchange
     done: Callable[[], None]
     name: str
     timings: Timings
-    request: Collective | None = None
     pending: Pending | None = None
+    awaited: int = 0
+    issued: int = 0
+    ending: bool = False
     age: int = 0
     number: int = 0
+    _ahead: dict[int, tuple[int, Pending]] = field(default_factory=dict)
 
     def advance(self, group: Group) -> bool:
-        """Run to the next collective and issue it; returns False when the exchange has ended."""
-        phase = "decompress" if self.last_collective else "compress"
+        """Run to where it must wait, issuing collectives on the way; returns False when the exchange has ended."""
+        ending = self.ending
         begun = time.perf_counter()
-        with torch.profiler.record_function(f"gradcomp::{self.name}::{phase}"):
-            self.request = next(self.exchange, None)
+        with torch.profiler.record_function(f"gradcomp::{self.name}::{'decompress' if ending else 'compress'}"):
+            live = self._run(group)
         spent = time.perf_counter() - begun
-        if self.request is None:
+        if ending:
             self.timings.decode += spent
+        else:
+            self.timings.encode += spent
+        if not live:
             self.done()
-            return False
-        self.timings.encode += spent
-        self.pending = group.start(self.request)
-        return True
+        return live
+
+    def _run(self, group: Group) -> bool:
+        for request in self.exchange:
+            if isinstance(request, Wait):
+                self.awaited, self.pending = self._ahead.pop(id(request.request))
+                return True
+            if self.ending:
+                raise AssertionError(f"{self.name} issued a collective after one that it called final")
+            pending = group.start(request)
+            self.issued += 1
+            self.ending = request.final
+            if not request.ahead:
+                self.awaited, self.pending = self.issued, pending
+                return True
+            self._ahead[id(request)] = self.issued, pending
+        return False
 
     def wait(self) -> None:
         """Wait for the collective in flight."""
@@ -79,11 +101,6 @@ class Task:
         """Drive to the end, waiting for each collective."""
         while self.advance(group):
             self.wait()
-
-    @property
-    def last_collective(self) -> bool:
-        """Whether nothing is issued after the collective in flight."""
-        return self.request is not None and self.request.final
 
 
 class Schedule(ABC):
@@ -141,36 +158,39 @@ class Pipeline(Schedule):
             self._live.append(task)
         self._step([older for older in self._live if older.age >= self.depth])
         # No collective follows these, so when they are decoded cannot change the order on the wire.
-        self._finish(
-            [older for older in self._live if older.last_collective and older.pending and older.pending.done()]
-        )
+        for older in [older for older in self._live if older.ending]:
+            self._finish(older, only_if_done=True)
         while last and self._live:
             self._step(list(self._live))
-            if all(task.last_collective for task in self._live):
-                self._finish(list(self._live))
+            if all(task.ending for task in self._live):
+                for task in list(self._live):
+                    self._finish(task)
         if last and self._disagreed:
             raise self._disagreed[min(self._disagreed)]
 
     def _step(self, tasks: list[Task]) -> None:
-        for task in tasks:
-            if not task.last_collective:
+        """Let each task wait for all that it has issued so far, and issue what follows from that."""
+        for task in [task for task in tasks if not task.ending]:
+            before = task.issued
+            while task.awaited <= before:
                 task.wait()
                 if not task.advance(self.group):
                     self._live.remove(task)
+                    break
 
-    def _finish(self, tasks: list[Task]) -> None:
-        for task in tasks:
+    def _finish(self, task: Task, only_if_done: bool = False) -> None:
+        while task.pending is None or not only_if_done or task.pending.done():
             task.wait()
-            self._live.remove(task)
             try:
-                issued = task.advance(self.group)
+                live = task.advance(self.group)
             except MismatchError as error:
                 # Every rank finds it in this bucket, but not at the same submission: raised at once, it would leave the
                 # ranks with different numbers of collectives issued. Kept until all are in step.
                 self._disagreed[task.number] = error
-                continue
-            if issued:
-                raise AssertionError(f"{task.name} issued a collective after one that it called final")
+                live = False
+            if not live:
+                self._live.remove(task)
+                return
 
     def abandon(self) -> None:
         """See :meth:`Schedule.abandon`."""

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, Wait
 from gradcomp.errors import MismatchError
 
 
@@ -21,7 +21,7 @@ class VirtualGroup:
         self.bytes_sent = 0
         self.calls = 0
 
-    def run(self, exchanges: Sequence[Generator[Collective, None, None]]) -> None:
+    def run(self, exchanges: Sequence[Generator[Collective | Wait, None, None]]) -> None:
         """Drive one generator per rank to its end.
 
         Raises:
@@ -30,7 +30,8 @@ class VirtualGroup:
         if len(exchanges) != self.world:
             raise ValueError(f"{len(exchanges)} exchanges for {self.world} ranks")
         while True:
-            requests = [next(exchange, None) for exchange in exchanges]
+            # what is issued ahead is complete at once here, so there is nothing to wait for
+            requests = [_next_collective(exchange) for exchange in exchanges]
             live = [request for request in requests if request is not None]
             if not live:
                 return
@@ -67,3 +68,10 @@ class VirtualGroup:
         matrix = torch.stack([request.send.view(self.world, -1) for request in exchanges])
         for rank, exchange in enumerate(exchanges):
             exchange.recv.view(self.world, -1).copy_(matrix[:, rank])
+
+
+def _next_collective(exchange: Generator[Collective | Wait, None, None]) -> Collective | None:
+    for request in exchange:
+        if not isinstance(request, Wait):
+            return request
+    return None

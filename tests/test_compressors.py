@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradcomp
+from gradcomp.compressors import base
 from gradcomp.kernels.select import available
 from gradcomp.testing import VirtualBucket, check_compressor
 
@@ -31,6 +32,39 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 def test_contract(spec: str, backend: str) -> None:
     check_compressor(spec, backend)
+
+
+IN_PIECES = ["fp16", "bf16", "int8", "int8:stochastic=true", "int4", "onebit", "onebit:error_feedback=false"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", IN_PIECES)
+def test_contract_of_buckets_that_travel_in_pieces(spec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_PIECE", 700)
+    check_compressor(spec, backend)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("spec", IN_PIECES)
+def test_pieces_change_no_bit(spec: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    results, states, calls = [], [], []
+    gradients = [[torch.randn(30_000, generator=generator) for _ in range(world)] for _ in range(3)]
+    for piece in (1 << 20, 3000):
+        monkeypatch.setattr(base, "_PIECE", piece)
+        bucket = VirtualBucket(spec, [(101, 63), (300,), (9, 1500)], world)
+        gradients = [[gradient[: bucket.numel] for gradient in step] for step in gradients]
+        results.append([torch.stack(bucket.step(step)) for step in gradients])
+        states.append(bucket.state_dicts())
+        calls.append(bucket.group.calls)
+    assert calls[1] == 4 * calls[0] - 3  # the handshake is not cut
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    for one, other in zip(*states, strict=True):
+        for kind in ("worker", "server"):
+            assert one[kind].keys() == other[kind].keys()
+            for name, value in one[kind].items():
+                left, right = (v["values"] if isinstance(v, dict) else v for v in (value, other[kind][name]))
+                assert torch.equal(left, right), (kind, name)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])

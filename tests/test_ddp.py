@@ -10,6 +10,8 @@ import torch
 import workers
 from workers import SCHEDULES, Battery
 
+from gradcomp.compressors import base
+
 STEPS = 4
 PADDING = ["fp16", "int8", "int4", "onebit", "topk"]
 """Compressors whose payloads are cut or padded by the number of ranks."""
@@ -56,6 +58,18 @@ KEYS = [(world, *key) for world, run in RUNS.items() for key in run.cases]
 everywhere = pytest.mark.parametrize(("world", "spec", "schedule"), KEYS)
 
 
+def follow_in_pieces(rank: int, world: int, spec: str, schedule: str) -> Any:
+    """As large buckets go: each exchange in four pieces."""
+    before, base._PIECE = base._PIECE, 256
+    try:
+        return follow(rank, world, spec, schedule)
+    finally:
+        base._PIECE = before
+
+
+PIECES = Battery(2, {(s, n): (follow_in_pieces, (s, n)) for s in ("fp16", "int8", "onebit") for n in SCHEDULES})
+
+
 @everywhere
 def test_ranks_hold_the_same_bits_after_every_step(world: int, spec: str, schedule: str) -> None:
     results = RUNS[world][spec, schedule]
@@ -68,6 +82,15 @@ def test_every_rank_issues_the_same_collectives_in_the_same_order(world: int, sp
     results = RUNS[world][spec, schedule]
     assert len(results[0]["requests"]) >= 3 * STEPS, "several buckets"
     assert all(result["requests"] == results[0]["requests"] for result in results)
+
+
+@pytest.mark.parametrize(("spec", "schedule"), list(PIECES.cases))
+def test_pieces_change_no_bit_and_overlap_in_the_same_order(spec: str, schedule: str) -> None:
+    results, whole = PIECES[spec, schedule], RUNS[2][spec, schedule]
+    for result in results:
+        assert result["requests"] == results[0]["requests"]
+        assert len(result["requests"]) > 2 * len(whole[0]["requests"])
+        assert result["digests"] == whole[0]["digests"]
 
 
 @pytest.mark.parametrize(

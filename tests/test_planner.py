@@ -178,10 +178,27 @@ def test_residuals_and_scratch_are_those_of_real_buffers() -> None:
         )
         assert found.residual == held.nbytes
         if spec == "int8":
-            part = exchange._parts[0]
-            buffers = part.send.nbytes + part.recv.nbytes + part.mine.nbytes  # type: ignore[attr-defined]
+            (part,) = exchange._parts[0].payloads  # type: ignore[attr-defined]
+            buffers = part.send.nbytes + part.recv.nbytes + part.mine.nbytes
             assert buffers <= found.scratch <= buffers + 4096
             assert 0 < found.tables < 40 * (60300 // 256 + 2)
+
+
+def test_large_buckets_travel_in_pieces_and_the_time_model_lets_them_overlap() -> None:
+    from gradcomp.bucket import Parameter
+
+    bucket = payload.dry_run([Parameter("a", 2048 * 2048, (2048, 2048), torch.float32)], "int8", 2)
+    assert [len(phase) for phase in bucket.phases] == [4, 4]
+    whole = replace(
+        bucket, requests=tuple(payload.Request(p[0].kind, sum(r.nbytes for r in p), p[-1].final) for p in bucket.phases)
+    )
+    network, codec = Network(gigabits=10.0, efficiency=1.0, latency=0.0), assumed_codec("int8", "cpu")
+    pieces, one = (timing.backward([b], 0.0, network, codec, 2) for b in (bucket, whole))
+    assert pieces.codec == pytest.approx(one.codec)
+    assert pieces.link == pytest.approx(one.link)
+    # at best the longer of both, at worst their sum
+    assert max(one.codec, one.link) <= pieces.total < 0.8 * one.total
+    assert one.total == pytest.approx(one.codec + one.link)
 
 
 # ------------------------------------------------------------------------ time

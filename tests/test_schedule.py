@@ -1,6 +1,6 @@
 """Schedules: the order on the wire depends on the order of submission alone, and the last bucket finishes everything."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcomp import ConfigError, GradcompError
-from gradcomp.collectives import AllReduce, Collective
+from gradcomp.collectives import AllReduce, Collective, Wait
 from gradcomp.schedule import Exchange, Inline, Pipeline, Task, Thread, Timings, make_schedule
 
 
@@ -45,7 +45,22 @@ def exchange(bucket: int, phases: int) -> Exchange:
         yield AllReduce(torch.tensor([10 * bucket + phase]), final=phase == phases - 1)
 
 
-def drive(name: str, phases: list[int], luck: list[bool]) -> tuple[list[int], list[int], FakeGroup]:
+def in_pieces(bucket: int, pieces: int) -> Exchange:
+    """Two phases; the pieces of a phase are under way at the same time."""
+    first = [AllReduce(torch.tensor([10 * bucket + piece]), ahead=True) for piece in range(pieces)]
+    second = [AllReduce(torch.tensor([10 * bucket + 5 + piece]), ahead=True) for piece in range(pieces)]
+    yield from first
+    for before, after in zip(first, second, strict=True):
+        yield Wait(before)
+        after.final = after is second[-1]
+        yield after
+    for request in second:
+        yield Wait(request)
+
+
+def drive(
+    name: str, phases: list[int], luck: list[bool], kind: Callable[[int, int], Exchange] = exchange
+) -> tuple[list[int], list[int], FakeGroup]:
     def endless() -> Iterator[bool]:
         while True:
             yield from luck or [False]
@@ -54,7 +69,7 @@ def drive(name: str, phases: list[int], luck: list[bool]) -> tuple[list[int], li
     schedule = make_schedule(name, group)  # type: ignore[arg-type]
     finished: list[int] = []
     for bucket, count in enumerate(phases):
-        task = Task(exchange(bucket, count), lambda b=bucket: finished.append(b), "t", Timings())
+        task = Task(kind(bucket, count), lambda b=bucket: finished.append(b), "t", Timings())
         schedule.submit(task, last=bucket == len(phases) - 1)
     schedule.close()
     return [what for kind, what in group.log if kind == "issue"], finished, group
@@ -70,6 +85,28 @@ def test_order_is_the_same_whatever_finishes_early(name: str, phases: list[int],
     assert issued == drive(name, phases, [])[0]
     assert sorted(issued) == [10 * b + p for b, count in enumerate(phases) for p in range(count)]
     assert sorted(finished) == list(range(len(phases)))
+
+
+@given(
+    name=st.sampled_from(["inline", "pipeline:depth=1", "pipeline:depth=3", "thread"]),
+    pieces=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    luck=st.lists(st.booleans(), max_size=6),
+)
+def test_the_same_with_pieces_and_each_is_waited_for_once(name: str, pieces: list[int], luck: list[bool]) -> None:
+    issued, finished, group = drive(name, pieces, luck, in_pieces)
+    assert issued == drive(name, pieces, [], in_pieces)[0]
+    assert sorted(issued) == sorted(
+        10 * b + 5 * phase + p for b, n in enumerate(pieces) for phase in (0, 1) for p in range(n)
+    )
+    assert sorted(what for kind, what in group.log if kind == "wait") == sorted(issued)
+    assert sorted(finished) == list(range(len(pieces)))
+
+
+def test_pieces_of_a_phase_are_issued_before_the_first_is_waited_for() -> None:
+    issued, _, group = drive("pipeline:depth=1", [2, 2], [], in_pieces)
+    assert issued == [0, 1, 10, 11, 5, 6, 15, 16]
+    assert group.log[:6] == [("issue", 0), ("issue", 1), ("issue", 10), ("issue", 11), ("wait", 0), ("issue", 5)]
+    assert drive("inline", [2, 2], [], in_pieces)[0] == [0, 1, 5, 6, 10, 11, 15, 16]
 
 
 def test_inline_and_thread_take_buckets_one_by_one() -> None:

@@ -16,15 +16,28 @@ from torch import Tensor
 
 from gradcomp import wire
 from gradcomp.bucket import BlockSpan, Parameter, ParameterTable, RowRuns, Runs, Scratch, Slot, cut_blocks
-from gradcomp.collectives import Collective
+from gradcomp.collectives import Collective, Wait
 from gradcomp.errors import ConfigError, UnsupportedError
 from gradcomp.kernels.ops import Blocks, Ops
 from gradcomp.memory import Memory
 
-Exchange = Generator[Collective, None, None]
+Exchange = Generator[Collective | Wait, None, None]
 
 SMALL = 1024
 """Parameters of fewer elements are not worth a block of their own: they go uncompressed by default."""
+
+
+_PIECE = 1 << 20
+_MOST_PIECES = 4
+
+
+def pieces_of(numel: int) -> int:
+    """In how many pieces a two-phase exchange of ``numel`` elements travels.
+
+    While one is on the network, the next is encoded or the one before averaged or decoded. More or smaller ones gain less
+    than their latencies cost, and residuals of a smaller one would fall back into the cache's way (kernels/cpu).
+    """
+    return max(1, min(_MOST_PIECES, numel // _PIECE))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

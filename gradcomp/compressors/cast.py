@@ -11,15 +11,18 @@ may still overflow to inf, which all ranks see.)
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from gradcomp import wire
 from gradcomp.bucket import Runs
-from gradcomp.collectives import AllGather, AllReduce, AllToAll
-from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, require
+from gradcomp.collectives import AllGather, AllReduce, AllToAll, Wait
+from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, pieces_of, require
 from gradcomp.errors import UnsupportedError
 
 
@@ -45,8 +48,27 @@ class Bf16Config:
         require(self.accumulate in ("fp32", "wire"), "accumulate", self.accumulate, "'fp32' or 'wire'")
 
 
+@dataclass(slots=True)
+class _Payload:
+    """Elements ``start`` to ``stop`` of the bucket, ``share`` of them for each rank, and the buffers they travel in."""
+
+    start: int
+    stop: int
+    share: int
+    send: Tensor
+    recv: Tensor
+    mine: Tensor
+
+    def shares(self, flat: Tensor, halves: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each rank's share of ``flat`` [n], and its place in ``halves`` [W, share]."""
+        for rank, row in enumerate(halves):
+            share = flat[self.start : self.stop][rank * self.share : (rank + 1) * self.share]
+            if share.numel():
+                yield share, row[: share.numel()]
+
+
 class Cast(Compressor):
-    """The algorithm for both types."""
+    """The algorithm for both types. A large bucket travels in pieces, as those of :class:`TwoPhase` do."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -63,11 +85,16 @@ class Cast(Compressor):
         if self.in_wire_type:
             self.half = part.zeros(n, self.dtype)
             return
-        # a multiple of the alignment, so that every rank's share of the bucket is aligned as the bucket is
-        self.share = wire.align(-(-n // part.world))
-        self.size = size = wire.BODY + 2 * self.share
-        self.send, self.recv = (part.zeros(part.world * size, wire.BYTE) for _ in range(2))
-        self.mine = part.zeros(size, wire.BYTE)
+        count = pieces_of(n)
+        # multiples of the alignment, so that every rank's share of a piece is aligned as the bucket is
+        bounds = [wire.align(i * n // count) for i in range(count)] + [n]
+        self.payloads = [self._payload(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+    def _payload(self, start: int, stop: int) -> _Payload:
+        share = wire.align(-(-(stop - start) // self.part.world))
+        size = wire.BODY + 2 * share
+        send, recv = (self.part.zeros(self.part.world * size, wire.BYTE) for _ in range(2))
+        return _Payload(start, stop, share, send, recv, self.part.zeros(size, wire.BYTE))
 
     def _init_scatter(self, part: Part) -> None:
         self.rows = part.row_runs(part.slots)
@@ -76,13 +103,13 @@ class Cast(Compressor):
         self.send, self.recv = (part.zeros(part.world * self.size, wire.BYTE) for _ in range(2))
         self.compact = part.zeros(part.world * self.share)
 
-    def _halves(self, shards: torch.Tensor) -> torch.Tensor:
+    def _halves(self, shards: Tensor) -> Tensor:
         """The elements of ``shards`` uint8 [rows, S] in the half type, [rows, share]."""
         return shards[:, wire.BODY :].view(self.dtype)
 
     def reduce(self) -> Exchange:
         """See :meth:`Compressor.reduce`."""
-        part, ops, n = self.part, self.part.ops, self.runs.numel
+        part, ops = self.part, self.part.ops
         flat = self.runs.view(part.flat)
         if flat is None:
             assert self.compact is not None
@@ -95,30 +122,39 @@ class Cast(Compressor):
             part.ok = bool(torch.isfinite(self.half).all())
             ops.cast_decode(self.half, flat, part.scale)
         else:
-            send, recv, mine = (buffer.view(-1, self.size) for buffer in (self.send, self.recv, self.mine))
-            outgoing, incoming = self._halves(send), self._halves(recv)
-            for rank in range(part.world):
-                share = slice(rank * self.share, min(n, (rank + 1) * self.share))
-                if share.start < n:
-                    source = flat[share]
-                    ops.cast_encode(
-                        source, outgoing[rank, : source.numel()], 1.0 / part.scale, part.finite, part.saturated
-                    )
-            wire.write_header(send, part.header, part.all_finite())
-            yield AllToAll(self.send, self.recv)
-            part.ok = wire.check_headers(recv, part.header)
-            ops.cast_mean(incoming, self._halves(mine)[0])
-            wire.write_header(mine, part.header, part.ok)
-            yield AllGather(self.mine, self.send, final=True)
-            part.ok = wire.check_headers(send, part.header)
-            for rank in range(part.world):
-                share = slice(rank * self.share, min(n, (rank + 1) * self.share))
-                if share.start < n:
-                    target = flat[share]
-                    ops.cast_decode(outgoing[rank, : target.numel()], target, part.scale)
+            yield from self._two_phases(flat)
 
         if self.compact is not None:
             self.runs.scatter(flat, part.flat)
+
+    def _two_phases(self, flat: Tensor) -> Exchange:
+        part, ops = self.part, self.part.ops
+        outgoing, incoming = [], []
+        for payload in self.payloads:
+            send = payload.send.view(part.world, -1)
+            for source, halves in payload.shares(flat, self._halves(send)):
+                ops.cast_encode(source, halves, 1.0 / part.scale, part.finite, part.saturated)
+            wire.write_header(send, part.header, part.all_finite())
+            outgoing.append(AllToAll(payload.send, payload.recv, ahead=True))
+            yield outgoing[-1]
+
+        finite = True
+        for payload, request in zip(self.payloads, outgoing, strict=True):
+            yield Wait(request)
+            recv, mine = payload.recv.view(part.world, -1), payload.mine.view(1, -1)
+            finite &= wire.check_headers(recv, part.header)
+            ops.cast_mean(self._halves(recv), self._halves(mine)[0])
+            wire.write_header(mine, part.header, finite)
+            incoming.append(AllGather(payload.mine, payload.send, final=payload is self.payloads[-1], ahead=True))
+            yield incoming[-1]
+
+        for payload, gathered in zip(self.payloads, incoming, strict=True):
+            yield Wait(gathered)
+            send = payload.send.view(part.world, -1)
+            finite &= wire.check_headers(send, part.header)
+            for target, halves in payload.shares(flat, self._halves(send)):
+                ops.cast_decode(halves, target, part.scale)
+        part.ok = finite  # inf and NaN have travelled as they are
 
     def reduce_scatter(self) -> Exchange:
         """See :meth:`Compressor.reduce_scatter`. The mean stays in fp32: it is cast once only."""

@@ -17,45 +17,73 @@ rank, which is what sharding was to avoid; so integrations turn error feedback o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from gradcomp import wire
-from gradcomp.bucket import owned_blocks
-from gradcomp.collectives import AllGather, AllToAll
-from gradcomp.compressors.base import Compressor, ExactSection, Exchange, Part
-from gradcomp.kernels.ops import ShardLayout
+from gradcomp.bucket import Piece, owned_blocks, split_blocks
+from gradcomp.collectives import AllGather, AllToAll, Wait
+from gradcomp.compressors.base import Compressor, ExactSection, Exchange, Part, pieces_of
+from gradcomp.kernels.ops import Blocks, ShardLayout
 from gradcomp.memory import Buffer
 
 
+@dataclass(slots=True)
+class _Payload:
+    """One piece of the bucket: its blocks, the buffers it travels in, and where its residuals begin."""
+
+    blocks: Blocks
+    layout: ShardLayout
+    exact: ExactSection | None
+    send: Tensor
+    recv: Tensor
+    mine: Tensor
+    worker_at: int
+    server_at: int
+
+    def rows(self, buffer: Tensor) -> Tensor:
+        """A payload as uint8 [W, S]."""
+        return buffer.view(-1, self.layout.nbytes)
+
+
 class TwoPhase(Compressor):
-    """Configs have ``block`` (elements per scale), ``error_feedback`` and optionally ``stochastic``."""
+    """Configs have ``block`` (elements per scale), ``error_feedback`` and optionally ``stochastic``.
+
+    A large bucket travels in pieces, so that encoding, the network, averaging and decoding overlap.
+    """
 
     code_bits: ClassVar[int]
 
     def __init__(self, config: Any, part: Part) -> None:
         super().__init__(config, part)
-        self.blocks, spans = part.blocks(config.block)
-        self.exact = ExactSection(part)
-        codes = wire.BODY + self.exact.nbytes
-        scales = codes + wire.align(self.blocks.per_shard * config.block * self.code_bits // 8)
-        self.layout = ShardLayout(scales + wire.align(4 * self.blocks.per_shard), codes, scales)
-        size = self.layout.nbytes
-        self.send, self.recv = (part.zeros(part.world * size, wire.BYTE) for _ in range(2))
+        blocks, spans = part.blocks(config.block)
         self.stochastic = getattr(config, "stochastic", False)
+        whole = part.row is None
+        pieces = split_blocks(blocks, part.rank, pieces_of(part.numel) if whole else 1)
+        self.payloads = [self._payload(piece, ExactSection(part) if i == 0 else None) for i, piece in enumerate(pieces)]
         self.worker: Buffer | None = None
         self.server: Buffer | None = None
-        numel, owned = self.blocks.count * config.block, self.blocks.per_shard * config.block
         if config.error_feedback:
-            whole = part.row is None
-            self.worker = part.memory.worker(spans, config.block, numel, part.device, with_server=whole)
+            numel, block = blocks.count * config.block, config.block
+            self.worker = part.memory.worker(spans, block, numel, part.device, with_server=whole)
             if whole:
-                self.server = part.memory.server(spans, config.block, owned, part.device)
-        if part.row is None:
-            self.mine = part.zeros(size, wire.BYTE)
-        else:
-            self.owned, self.decoded = owned_blocks(self.blocks, part.rank, part.row), part.zeros(part.row)
+                # a piece may have a place that this rank does not use: the next piece's first, or one past the last
+                owned = max(piece.owned_first + piece.blocks.per_shard for piece in pieces)
+                self.server = part.memory.server(spans, block, owned * block, part.device)
+        if part.row is not None:
+            self.owned, self.decoded = owned_blocks(blocks, part.rank, part.row), part.zeros(part.row)
+
+    def _payload(self, piece: Piece, exact: ExactSection | None) -> _Payload:
+        part, blocks = self.part, piece.blocks
+        codes = wire.BODY + (exact.nbytes if exact is not None else 0)
+        scales = codes + wire.align(blocks.per_shard * blocks.size * self.code_bits // 8)
+        size = scales + wire.align(4 * blocks.per_shard)
+        send, recv = (part.zeros(part.world * size, wire.BYTE) for _ in range(2))
+        mine = part.zeros(size if part.row is None else 0, wire.BYTE)
+        at = (piece.first * blocks.size, piece.owned_first * blocks.size)
+        return _Payload(blocks, ShardLayout(size, codes, scales), exact, send, recv, mine, *at)
 
     @property
     def feeds_back(self) -> bool:
@@ -65,51 +93,67 @@ class TwoPhase(Compressor):
     def reduce(self) -> Exchange:
         """See :meth:`Compressor.reduce`."""
         part, ops = self.part, self.part.ops
-        send, recv, mine = (buffer.view(-1, self.layout.nbytes) for buffer in (self.send, self.recv, self.mine))
+        outgoing, incoming = [], []
+        residuals, server_residuals = _read_write(self.worker), _read_write(self.server)
+        for payload in self.payloads:
+            self._encode(payload, residuals)
+            outgoing.append(AllToAll(payload.send, payload.recv, ahead=True))
+            yield outgoing[-1]
 
-        self._encode(send)
-        yield AllToAll(self.send, self.recv)
-        if not part.agree(wire.check_headers(recv, part.header)):
-            return
+        finite = True
+        for payload, request in zip(self.payloads, outgoing, strict=True):
+            yield Wait(request)
+            recv, mine = payload.rows(payload.recv), payload.rows(payload.mine)
+            finite &= wire.check_headers(recv, part.header)
+            if payload.exact is not None:
+                payload.exact.average(recv, mine)
+            owned = payload.blocks.per_shard * payload.blocks.size
+            ops.block_server(
+                payload.recv, payload.blocks, payload.layout, payload.mine, self.code_bits,
+                *_slices(server_residuals, payload.server_at, owned), self._seed(1), part.finite,
+            )  # fmt: skip
+            wire.write_header(mine, part.header, finite and part.all_finite())
+            # the all-to-all has completed, so its send buffer is free to receive the means
+            incoming.append(AllGather(payload.mine, payload.send, final=payload is self.payloads[-1], ahead=True))
+            yield incoming[-1]
 
-        self.exact.average(recv, mine)
-        ops.block_server(
-            self.recv, self.blocks, self.layout, self.mine, self.code_bits,
-            *_read_write(self.server), self._seed(1), part.finite,
-        )  # fmt: skip
-        wire.write_header(mine, part.header, part.all_finite())
-        # the all-to-all has completed, so its send buffer is free to receive the means
-        yield AllGather(self.mine, self.send, final=True)
-        if not part.agree(wire.check_headers(send, part.header)):
-            return
-        ops.block_decode(self.send, self.blocks, self.layout, part.flat, self.code_bits, part.scale)
-        self.exact.unpack(send)
+        for payload, gathered in zip(self.payloads, incoming, strict=True):
+            yield Wait(gathered)
+            send = payload.rows(payload.send)
+            finite &= wire.check_headers(send, part.header)
+            ops.block_decode(payload.send, payload.blocks, payload.layout, part.flat, self.code_bits, part.scale)
+            if payload.exact is not None:
+                payload.exact.unpack(send)
+        part.agree(finite)
 
     def reduce_scatter(self) -> Exchange:
         """See :meth:`Compressor.reduce_scatter`."""
-        part, shard = self.part, self.part.shard
+        part, shard, payload = self.part, self.part.shard, self.payloads[0]
         assert shard is not None
-        send, recv = (buffer.view(-1, self.layout.nbytes) for buffer in (self.send, self.recv))
-        self._encode(send)
-        yield AllToAll(self.send, self.recv, final=True)
+        assert payload.exact is not None
+        self._encode(payload, _read_write(self.worker))
+        yield AllToAll(payload.send, payload.recv, final=True)
+        recv = payload.rows(payload.recv)
         if not part.agree(wire.check_headers(recv, part.header)):
             return
         self.decoded.zero_()  # between the blocks; other exchanges may have used the memory
         for rank in range(part.world):
             # in rank order, and blocks never overlap: the first one need not find zeros
-            target = self.decoded if rank else shard
-            part.ops.block_decode(recv[rank], self.owned, self.layout, target, self.code_bits, part.scale / part.world)
+            target, gain = self.decoded if rank else shard, part.scale / part.world
+            part.ops.block_decode(recv[rank], self.owned, payload.layout, target, self.code_bits, gain)
             if rank:
                 shard.add_(self.decoded)
-        self.exact.average_to_shard(recv)
+        payload.exact.average_to_shard(recv)
 
-    def _encode(self, send: Tensor) -> None:
-        """Fill ``send`` uint8 [W, S]: header, riders, codes, scales."""
-        part = self.part
-        self.exact.pack(send)
+    def _encode(self, payload: _Payload, residuals: tuple[Any, Any]) -> None:
+        """Fill ``payload.send`` uint8 [W * S]: header, riders, codes, scales."""
+        part, blocks, send = self.part, payload.blocks, payload.rows(payload.send)
+        if payload.exact is not None:
+            payload.exact.pack(send)
         part.ops.block_encode(
-            part.flat, self.blocks, self.layout, self.send, self.code_bits,
-            *_read_write(self.worker), 1.0 / part.scale, self._seed(0), part.finite,
+            part.flat, blocks, payload.layout, payload.send, self.code_bits,
+            *_slices(residuals, payload.worker_at, blocks.count * blocks.size), 1.0 / part.scale, self._seed(0),
+            part.finite,
         )  # fmt: skip
         wire.write_header(send, part.header, part.all_finite())
 
@@ -123,3 +167,9 @@ def _read_write(buffer: Buffer | None) -> tuple[Any, Any]:
     if buffer is None:
         return None, None
     return buffer.open()
+
+
+def _slices(residuals: tuple[Any, Any], start: int, numel: int) -> tuple[Any, Any]:
+    """A piece of a residual's old and new tensor."""
+    old, new = residuals
+    return (None, None) if old is None else (old[start : start + numel], new[start : start + numel])

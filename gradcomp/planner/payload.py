@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradcomp import wire
 from gradcomp.bucket import Parameter, ParameterTable, Slot, shard_slots
-from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
+from gradcomp.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, Wait
 from gradcomp.engine import BucketExchange, Context
 from gradcomp.memory import Memory
 from gradcomp.planner.volume import sent_bytes
@@ -35,11 +35,13 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A collective of one bucket: its kind, the bytes that each rank sends, and whether nothing is issued after it."""
+    """A collective of one bucket: its kind, the bytes that each rank sends, whether nothing is issued after it, and whether
+    it is one of several pieces that are under way at the same time."""
 
     kind: str
     nbytes: float
     final: bool
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,22 @@ class Bucket:
         requests = tuple(replace(r, nbytes=sent_bytes(r.kind, r.nbytes, backend)) for r in self.requests)
         return replace(self, requests=requests)
 
+    @property
+    def phases(self) -> list[list[Request]]:
+        """The requests, those that are under way at the same time together."""
+        phases: list[list[Request]] = []
+        for request in self.requests:
+            if phases and request.ahead and request.kind == phases[-1][0].kind:
+                phases[-1].append(request)
+            else:
+                phases.append([request])
+        return phases
+
     def scaled(self, factor: float) -> Bucket:
         """The same for ``factor`` times the elements."""
         if factor == 1.0:
             return self
-        requests = tuple(Request(r.kind, factor * r.nbytes, r.final) for r in self.requests)
+        requests = tuple(replace(r, nbytes=factor * r.nbytes) for r in self.requests)
         sizes = (factor * value for value in (self.residual, self.scratch, self.tables))
         return Bucket(factor * self.numel, factor * self.compressed, requests, *sizes)
 
@@ -148,6 +161,8 @@ def steady_requests(
 ) -> Iterator[Collective]:
     """The collectives of one step without the handshake of the first one."""
     for request in exchange.run(buffer, 0, 1.0, out):
+        if isinstance(request, Wait):  # complete, as everything here
+            continue
         handshake = isinstance(request, AllGather) and request.send.numel() == wire.HEADER_BYTES
         if handshake:
             loop_back(request, world)
@@ -313,7 +328,7 @@ def _record(
     """The collectives of one step, up to the final one."""
     requests = []
     for request in steady_requests(exchange, buffer, world, out):
-        requests.append(Request(type(request).__name__, request.wire_bytes(world), request.final))
+        requests.append(Request(type(request).__name__, request.wire_bytes(world), request.final, request.ahead))
         if request.final:
             break
         loop_back(request, world, whole=False)

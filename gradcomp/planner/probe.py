@@ -156,11 +156,15 @@ def measure_codec(
 
 
 def _segments(exchange: BucketExchange, buffer: Tensor, world: int, device: torch.device) -> list[float]:
-    seconds = []
+    seconds, before = [0.0], None
     begun = time.perf_counter()
     for request in steady_requests(exchange, buffer, world):
         _settle(device)
-        seconds.append(time.perf_counter() - begun)
+        spent = time.perf_counter() - begun
+        if before is not None and not (request.ahead and type(request) is type(before)):
+            seconds.append(0.0)
+        seconds[-1] += spent  # pieces of one phase count together
+        before = request
         loop_back(request, world)
         _settle(device)
         begun = time.perf_counter()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradcomp.collectives import Group
+from gradcomp.collectives import Group, Wait
 from gradcomp.planner.payload import Bucket, Request
 from gradcomp.planner.profile import Codec, Network
 from gradcomp.schedule import Inline, Pipeline, Schedule, Task, Timings, parse_schedule
@@ -108,13 +108,28 @@ def _make_schedule(text: str, group: Group) -> Schedule:
     return Pipeline(group, depth) if name == "pipeline" else Inline(group)
 
 
-def _exchange(bucket: Bucket, codec: Codec | None, clock: _Clock) -> Iterator[Request]:
-    for index, request in enumerate(bucket.requests):
+def _exchange(bucket: Bucket, codec: Codec | None, clock: _Clock) -> Iterator[Request | Wait]:
+    """The bucket's requests with the coding before each; the pieces of a phase take equal parts of it."""
+    before: list[Request] = []
+    for index, phase in enumerate(bucket.phases):
+        for piece, request in enumerate(phase):
+            # the last piece waits for whatever the phase before has left
+            for earlier in before[piece:] if request is phase[-1] else before[piece : piece + 1]:
+                if earlier.ahead:
+                    yield _wait(earlier)
+            if codec is not None:
+                clock.work(codec.seconds(bucket.numel, index) / len(phase))
+            yield request
+        before = phase
+    for request in before:
+        if request.ahead:
+            yield _wait(request)
         if codec is not None:
-            clock.work(codec.seconds(bucket.numel, index))
-        yield request
-    if codec is not None:
-        clock.work(codec.seconds(bucket.numel, len(bucket.requests)))
+            clock.work(codec.seconds(bucket.numel, len(bucket.phases)) / len(before))
+
+
+def _wait(request: Any) -> Wait:
+    return Wait(request)
 
 
 def backward(
