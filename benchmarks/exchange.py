@@ -200,16 +200,12 @@ def hivemind_averager(shapes: list[tuple[int, ...]], kind: str) -> Peer:
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     options = {
         "dht": dht, "prefix": kind.replace(" ", "_"), "target_group_size": world, "min_group_size": world,
-        "min_matchmaking_time": 2.0, "allreduce_timeout": 60.0, "reuse_grad_buffers": True, "start": True,
+        "min_matchmaking_time": 1.0, "allreduce_timeout": 60.0, "reuse_grad_buffers": True, "start": True,
     }  # fmt: skip
     if kind.startswith("powersgd"):
         averager = PowerSGDGradientAverager(parameters, int(kind.split()[1]), **options)
     else:
-        codec = {
-            "fp32": compression.NoCompression,
-            "fp16": compression.Float16Compression,
-            "8-bit": compression.Uniform8BitQuantization,
-        }
+        codec = {"fp16": compression.Float16Compression, "8-bit": compression.Uniform8BitQuantization}
         averager = GradientAverager(parameters, compression=codec[kind](), **options)
 
     def exchange(flat: Tensor, views: list[Tensor]) -> Tensor:

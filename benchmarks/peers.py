@@ -63,7 +63,7 @@ def by_interpreter(arguments: argparse.Namespace) -> dict[str, Peers]:
     if arguments.deepspeed_python:
         found[arguments.deepspeed_python] = {"DeepSpeed 1-bit": ["deepspeed_onebit"]}
     if arguments.hivemind_python:
-        kinds = ["fp32", "fp16", "8-bit", "powersgd 1", "powersgd 4"]
+        kinds = ["fp16", "8-bit", "powersgd 4"]
         found[arguments.hivemind_python] = {f"hivemind {kind}": ["hivemind", kind] for kind in kinds}
     return found
 
