@@ -1,14 +1,15 @@
-"""Ratio against accuracy: every compressor on real data, equal steps and learning rates, several seeds, real ranks.
+"""Ratio against accuracy: every compressor on real data, equal steps and learning rates, several seeds.
 
-    python benchmarks/accuracy.py                         # the whole grid: about an hour on 2 idle cores
+    python benchmarks/accuracy.py                         # the whole grid on real ranks: about 2 hours on 2 idle cores
+    python benchmarks/accuracy.py --virtual               # a third of that; all but the 1-bit optimizers
     python benchmarks/accuracy.py --sets core --seeds 1   # 10 minutes
-    python benchmarks/accuracy.py --quick                 # does it run? (seconds; writes to --out only)
-    python benchmarks/accuracy.py --report                # tables and plot from the rows that there are
+    python benchmarks/accuracy.py --quick --out FILE      # does it run? (seconds)
+    python benchmarks/accuracy.py --report                # all tables, and the picture, from the rows that there are
 
-Tasks: a byte-level transformer (0.28 M parameters) on the Python standard library's source, loss in nats per byte; a ResNet
-(0.12 M) on Fashion-MNIST, test accuracy (Debian's package dataset-fashion-mnist; without it scikit-learn's digits). SGD with
-momentum 0.9, AdamW, and the 1-bit optimizers. Rows are appended to --out as they finish, and what is there already is
-left out: a run can be stopped and started again.
+Tasks: a byte-level transformer (0.28 M parameters) on the Python standard library's source, loss in nats per byte; a
+convolutional network (0.21 M) on Fashion-MNIST, test accuracy (Debian's package dataset-fashion-mnist; without it
+scikit-learn's digits). SGD with momentum 0.9, AdamW, and the 1-bit optimizers. Rows are appended to --out as they finish, and
+what is there already is left out: a run can be stopped and started again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import accuracy_virtual
 import schema
 from accuracy_cases import Case, grid, quick
 from accuracy_train import work
@@ -53,20 +55,28 @@ def key(config: Mapping[str, Any], seed: int) -> str:
     return json.dumps([dict(config), seed], sort_keys=True)
 
 
-def run(cases: list[Case], out: Path, *, full: bool = True) -> None:
-    """Run what ``out`` does not hold yet, with one line of progress per run. ``full``: evaluate on all held-out data.
+def run(cases: list[Case], out: Path, *, full: bool = True, virtual: bool = False) -> None:
+    """Run what ``out`` does not hold yet, with one line of progress per run.
+
+    ``full``: evaluate on all held-out data. ``virtual``: the ranks are virtual ones in this process; the 1-bit optimizers,
+    which need real ones, are left out.
 
     Raises:
         GradcompError: a task's data is not there, or a rank failed.
     """
     done = {key(row.config, row.seed) for row in (schema.read(out) if out.exists() else [])}
-    cases = list(dict.fromkeys(c for c in cases if key(config_of(c), c.seed) not in done))
+    said = {"virtual": True} if virtual else {}
+    if virtual:
+        cases = [c for c in cases if c.optimizer in ("sgd", "adamw")]
+    cases = list(dict.fromkeys(c for c in cases if key(config_of(c) | said, c.seed) not in done))
     total, finished, begun = len(cases), 0, time.monotonic()
 
     def on_message(kind: str, content: tuple[Case, dict[str, Any]]) -> None:
         nonlocal finished
         case, measured = content
-        schema.append(out, [schema.Row.make("accuracy", config=config_of(case), seed=case.seed, measured=measured)])
+        schema.append(
+            out, [schema.Row.make("accuracy", config=config_of(case) | said, seed=case.seed, measured=measured)]
+        )
         finished += 1
         left = (time.monotonic() - begun) / finished * (total - finished)
         loss = "not finite" if measured["loss"] is None else f"{measured['loss']:.4f}"
@@ -78,6 +88,10 @@ def run(cases: list[Case], out: Path, *, full: bool = True) -> None:
         )
 
     print(f"{total} {'run' if total == 1 else 'runs'} to do; {out} holds {len(done)}", flush=True)
+    if virtual:
+        for found in accuracy_virtual.work(cases, full):
+            on_message("row", found)
+        return
     while cases:
         chunk = [c for c in cases[:_CASES_PER_LAUNCH] if c.ranks == cases[0].ranks]
         run_ranks(work, cases[0].ranks, (chunk, full), on_message)
@@ -103,6 +117,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="instead of the tasks' own")
     parser.add_argument("--tasks", nargs="+", default=["text", "images"], choices=("text", "images"))
+    parser.add_argument("--virtual", action="store_true", help="virtual ranks in one process: a third of the time")
     parser.add_argument("--quick", action="store_true", help="6 runs of 6 steps: does it work?")
     parser.add_argument("--out", type=Path, default=schema.RESULTS / "accuracy.jsonl", help="rows are appended here")
     parser.add_argument("--report", action="store_true", help="no runs: tables of --out, and its picture beside it")
@@ -117,7 +132,7 @@ def main() -> None:
     elif arguments.steps:
         cases = [replace(c, steps=arguments.steps) for c in cases]
     try:
-        run(cases, arguments.out, full=not arguments.quick)
+        run(cases, arguments.out, full=not arguments.quick, virtual=arguments.virtual)
     except GradcompError as error:
         sys.exit(f"accuracy: {error}")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
+
+import torch
+from torch import nn
 
 TASKS = ("text", "images")
 
@@ -116,6 +119,22 @@ class Case:
     def warmup_steps(self) -> int:
         """Steps exchanged uncompressed; for 1-bit optimizers the exact stage."""
         return round(self.warmup * self.steps)
+
+    @property
+    def rules(self) -> list[tuple[str, str]]:
+        """For gradcomp."""
+        return [("head.weight", self.head)] if self.head else []
+
+    def learning_rate(self, step: int) -> float:
+        """It rises over a tenth of the steps and then falls linearly to zero."""
+        rise = max(1, self.steps // 10)
+        return self.peak * min((step + 1) / rise, (self.steps - step) / (self.steps - rise))
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """torch's SGD with momentum, or AdamW."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, self.peak, momentum=0.9)
+        return torch.optim.AdamW(parameters, self.peak)
 
 
 def case(task: str, optimizer: str, spec: str, seed: int, **options: Any) -> Case:

@@ -37,8 +37,9 @@ def save(path: Path, results: Results) -> None:
         list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False
     )  # fmt: skip
     figure.suptitle(
-        "Equal steps, data and learning rates; bars: standard deviation over seeds. Hollow: no error feedback; crossed out by a "
-        "thin edge: no warm-up. Grey band: uncompressed, over seeds. Line: best for its bytes."
+        "Equal steps, data and learning rates. Bars: standard deviation over seeds; grey: that of uncompressed runs; hollow: no "
+        "error feedback;\ncold: without warm-up; line: the best for its bytes. What diverged is not shown.",
+        fontsize=10,
     )
     figure.savefig(path, dpi=110)
 
@@ -74,6 +75,8 @@ def _panel(axes: Axes, task: str, found: Sequence[Result]) -> None:
     axes.yaxis.set_minor_formatter("{x:.3g}")
     axes.yaxis.set_major_formatter("{x:.3g}")
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="minor", labelsize=7)
     axes.set_xlabel("MB sent by each rank in the whole run")
     axes.set_ylabel("held-out loss (nats per byte)" if task == "text" else "test error (%)")
     axes.grid(True, which="both", alpha=0.2)

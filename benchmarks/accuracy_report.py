@@ -8,6 +8,7 @@ over seeds of these paired changes. "Noise" is the standard deviation of the unc
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from gradcomp.registry import format_spec, parse_spec
 
 COLUMNS = tuple((task, optimizer) for task in TASKS for optimizer in ("sgd", "adamw"))
 TITLES = {"text": "text", "images": "images", "sgd": "SGD", "adamw": "AdamW", "lamb": "LAMB"}
+SAFE = [(spec, warm, None) for spec, warm in CORE] + [(spec, True, "int8") for spec in STRONG]
 NAMES = {"onebit_adam": "OneBitAdam", "zero_one_adam": "ZeroOneAdam", "onebit_lamb": "OneBitLamb", "lamb": "LAMB"}
 
 
@@ -71,9 +73,15 @@ class Results:
 
     def __init__(self, rows: Iterable[schema.Row]) -> None:
         groups: dict[Case, dict[int, schema.Row]] = defaultdict(dict)
+        self.both: list[tuple[schema.Row, schema.Row]] = []
+        """Runs with real and virtual ranks."""
         for row in rows:
-            config = {k: v for k, v in row.config.items() if k not in ("peak_lr", "data")}
-            groups[Case(**config, seed=0)][row.seed] = row  # type: ignore[arg-type]
+            config = {k: v for k, v in row.config.items() if k not in ("peak_lr", "data", "virtual")}
+            runs = groups[Case(**config, seed=0)]  # type: ignore[arg-type]
+            if row.seed in runs:
+                self.both.append((runs[row.seed], row))
+            if row.seed not in runs or not row.config.get("virtual", False):  # real ranks take precedence
+                runs[row.seed] = row
         self._groups = groups
         self.all = {case: self._result(case, runs) for case, runs in groups.items()}
 
@@ -110,9 +118,9 @@ def baseline_of(case: Case) -> Case:
 
 
 def _value(row: schema.Row) -> float | None:
-    if row.config["task"] == "images":
-        return None if row.measured["diverged_at"] is not None else 100 * row.number("accuracy")
-    return None if row.measured["loss"] is None else row.number("loss")
+    if row.measured["loss"] is None or row.measured["diverged_at"] is not None:
+        return None
+    return 100 * row.number("accuracy") if row.config["task"] == "images" else row.number("loss")
 
 
 def _change(task: str, value: float, reference: float) -> float:
@@ -122,7 +130,7 @@ def _change(task: str, value: float, reference: float) -> float:
 # ---------------------------------------------------------------------------- tables
 def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body])
+    return "".join(f"{line}\n" for line in lines + ["| " + " | ".join(row) + " |" for row in body])
 
 
 def _title(task: str, optimizer: str) -> str:
@@ -138,7 +146,7 @@ def _cell(result: Result | None) -> str:
         return ""
     if result.change is None:
         return "diverged"
-    return f"{result.change:+.1f} ± {result.change_spread:.1f}"
+    return f"{result.change:+.1f}" + (f" ± {result.change_spread:.1f}" if len(result.changes) > 1 else "")
 
 
 def _ratios(results: Iterable[Result | None]) -> str:
@@ -172,9 +180,10 @@ def _spec_table(results: Results, specs: Sequence[tuple[str, bool]], **options: 
 def _absolute(result: Result | None) -> str:
     if result is None or result.mean is None:
         return ""
+    several = len(result.values) > 1
     if result.case.task == "text":
-        return f"{result.mean:.3f} ± {100 * result.spread / result.mean:.1f} %"
-    return f"{result.mean:.1f} % ± {result.spread:.1f}"
+        return f"{result.mean:.3f}" + (f" ± {100 * result.spread / result.mean:.1f} %" if several else "")
+    return f"{result.mean:.1f} %" + (f" ± {result.spread:.1f}" if several else "")
 
 
 def main_table(results: Results) -> str:
@@ -246,8 +255,51 @@ def long_table(results: Results) -> str:
     return _table(["spec", f"{STEPS['text']} steps: loss, %", f"{4 * STEPS['text']} steps: loss, %"], body)
 
 
+FREE, CHEAP = 0.2, 1.0
+"""Worse by at most so many percent of loss or points of accuracy (or by the spread over seeds): no measurable, a small cost."""
+
+
+def cost(results: Results, task: str, optimizer: str, spec: str, warmup: float, **options: object) -> float | None:
+    """By how much worse than uncompressed, in percent of loss or points of accuracy; 0 within the noise; None if not known."""
+    found, none = results.find(task, optimizer, spec, warmup, **options), results.find(task, optimizer, "none")
+    if found is None or none is None or found.change is None or none.mean is None:
+        return math.inf if found is not None and found.changes and none is not None else None
+    worse = found.change if task == "text" else -found.change
+    noise = none.spread if task == "images" else 100 * none.spread / none.mean
+    return 0.0 if worse <= max(FREE, noise, found.change_spread) else worse
+
+
+def safe_table(results: Results) -> str:
+    """Settings by what they cost in the worse of the two tasks, most bytes saved first."""
+    body = []
+    for optimizer in ("sgd", "adamw"):
+        classes: dict[str, list[tuple[float, str]]] = {"free": [], "cheap": [], "dear": []}
+        for spec, warm, head in SAFE:
+            if spec == "none":
+                continue
+            warmup = WARM if warm else 0.0
+            costs = [cost(results, task, optimizer, spec, warmup, head=head) for task in TASKS]
+            if any(c is None for c in costs):
+                continue
+            worst = max(c for c in costs if c is not None)
+            name = f"`{spec}`" + (f", output layer `{head}`" if head else "")
+            ratios = [r.ratio for r in (results.find(t, optimizer, spec, warmup, head=head) for t in TASKS) if r]
+            kind = "free" if not worst else "cheap" if worst <= CHEAP else "dear"
+            said = (
+                f"{name} ({min(ratios):.0f} to {max(ratios):.0f}x)"
+                if max(ratios) > 1.2 * min(ratios)
+                else f"{name} ({min(ratios):.0f}x)"
+            )
+            classes[kind].append((max(ratios), said))
+        body.append(
+            [TITLES[optimizer], *("; ".join(said for _, said in sorted(c, reverse=True)) for c in classes.values())]
+        )
+    return _table(["optimizer", "no measurable cost", f"up to {CHEAP:g} % or {CHEAP:g} point", "more"], body)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "accuracy": main_table,
+    "accuracy-safe": safe_table,
     "accuracy-variants": variants_table,
     "accuracy-heads": heads_table,
     "accuracy-more": more_table,
@@ -278,7 +330,8 @@ def planner_summary(results: Results) -> dict[str, object]:
         if found and found.change is not None:
             changes = [change for change in found.changes if change is not None]
             compressors[name] = {found.case.family: [round(min(changes), 2), round(max(changes), 2)]}
-    what = f"byte-level transformer, 0.28 M parameters, {STEPS['text']} steps, 2 ranks, 3 seeds"
+    seeds = max((len(result.values) for result in results.all.values()), default=0)
+    what = f"byte-level transformer, 0.28 M parameters, {STEPS['text']} steps, 2 ranks, up to {seeds} seeds"
     return {"what": what, "compressors": compressors}
 
 

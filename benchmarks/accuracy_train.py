@@ -69,16 +69,14 @@ def train(case: Case, rank: int, dataset: data.Dataset) -> dict[str, Any]:
     optimizer = _optimizer(case, ddp)
     handle = None
     if isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW):
-        rules = [("head.weight", case.head)] if case.head else None
-        handle = gradcomp.register(ddp, case.spec, warmup_steps=case.warmup_steps, rules=rules)
+        handle = gradcomp.register(ddp, case.spec, warmup_steps=case.warmup_steps, rules=case.rules)
     batches = torch.Generator().manual_seed(1_000_003 * case.seed + rank)
-    rise = max(1, case.steps // 10)
     losses: list[float] = []
     diverged_at = None
     begun = time.perf_counter()
     for step in range(case.steps):
         for group in optimizer.param_groups:
-            group["lr"] = case.peak * min((step + 1) / rise, (case.steps - step) / (case.steps - rise))
+            group["lr"] = case.learning_rate(step)
         inputs, targets = dataset.batch(BATCH[case.task] // case.ranks, batches)
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(inputs).flatten(0, -2), targets.flatten())
@@ -93,16 +91,17 @@ def train(case: Case, rank: int, dataset: data.Dataset) -> dict[str, Any]:
     seconds = time.perf_counter() - begun
     if isinstance(optimizer, ZeroOneAdam):
         optimizer.synchronize()
-    loss_mean, accuracy = evaluate(ddp.module, dataset, rank, case.ranks)
+    sums = evaluate_share(ddp.module, dataset, rank, case.ranks)
+    dist.all_reduce(sums)
     late = losses[-max(1, case.steps // 10) :]
     stats: Any = optimizer.stats() if handle is None else handle.stats()  # type: ignore[attr-defined]
     if handle is not None:
         handle.close()
     numel = sum(p.numel() for p in ddp.parameters())
     return {
-        "loss": _number(loss_mean),
-        "accuracy": accuracy,
-        "train_loss": _number(_mean(sum(late) / len(late))),
+        "loss": number(float(sums[0] / sums[2])),
+        "accuracy": float(sums[1] / sums[2]),
+        "train_loss": number(_mean(sum(late) / len(late))),
         "diverged_at": diverged_at,
         "wire_bytes": stats.wire_bytes,
         "raw_bytes": stats.raw_bytes,
@@ -118,10 +117,8 @@ def _optimizer(case: Case, ddp: DistributedDataParallel) -> torch.optim.Optimize
     options: dict[str, Any] = {"module": ddp, "weight_decay": 0.01}
     exact = case.warmup_steps
     match case.optimizer:
-        case "sgd":
-            return torch.optim.SGD(ddp.parameters(), case.peak, momentum=0.9)
-        case "adamw":
-            return torch.optim.AdamW(ddp.parameters(), case.peak)
+        case "sgd" | "adamw":
+            return case.make_optimizer(ddp.parameters())
         case "lamb":  # never frozen
             return OneBitLamb(ddp.parameters(), case.peak, freeze_step=case.steps + 1, **options)
         case "onebit_lamb":
@@ -137,8 +134,8 @@ def _optimizer(case: Case, ddp: DistributedDataParallel) -> torch.optim.Optimize
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: data.Dataset, rank: int, ranks: int) -> tuple[float, float]:
-    """Mean loss in nats and accuracy on the held-out data; every rank takes its share."""
+def evaluate_share(model: nn.Module, dataset: data.Dataset, rank: int, ranks: int) -> Tensor:
+    """Sum of losses in nats, right answers and answers, fp64 [3], on this rank's share of the held-out data."""
     inputs, targets = dataset.evaluation_share(rank, ranks)
     sums = torch.zeros(3, dtype=torch.float64)
     for x, y in zip(inputs.split(_EVALUATE_AT_ONCE), targets.split(_EVALUATE_AT_ONCE), strict=True):
@@ -146,8 +143,7 @@ def evaluate(model: nn.Module, dataset: data.Dataset, rank: int, ranks: int) -> 
         sums[0] += F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum").double()
         sums[1] += (logits.argmax(-1) == y).sum()
         sums[2] += y.numel()
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[2]), float(sums[1] / sums[2])
+    return sums
 
 
 def _mean(value: float) -> float:
@@ -156,5 +152,5 @@ def _mean(value: float) -> float:
     return float(total / dist.get_world_size())
 
 
-def _number(value: float) -> float | None:
+def number(value: float) -> float | None:
     return value if math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""Write the README's tables and the plots from the results that are committed, so that the README never drifts from the data.
+"""Write the READMEs' tables and the plots from the results that are committed, so that they never drift from the data.
 
-    python benchmarks/report.py            # rewrite README.md between its markers, and benchmarks/results/*.png
-    python benchmarks/report.py --check    # 1 if README.md is not what the results say; writes nothing
+    python benchmarks/report.py            # rewrite both READMEs between their markers, and benchmarks/results/*.png
+    python benchmarks/report.py --check    # 1 if a README is not what the results say; writes nothing
 
 A table stands between ``<!-- results: NAME -->`` and ``<!-- end of results -->``; NAME is one of SECTIONS, which says how it
 is made. Of rows with equal configuration and seed the last one in the file counts.
@@ -25,6 +25,7 @@ from schema import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+DOCUMENTS = (README, ROOT / "benchmarks" / "README.md")
 MARKED = re.compile(r"(<!-- results: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 BENCHMARKS = ("accuracy", "kernels", "network", "peers")
 NOTHING, NO_HOOK = "no communication", "no hook"
@@ -230,7 +231,7 @@ def rewritten(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
         if name not in SECTIONS:
-            raise ValueError(f"README.md: no section {name!r}; known are {', '.join(SECTIONS)}")
+            raise ValueError(f"no section {name!r}; known are {', '.join(SECTIONS)}")
         return match[1] + "\n" + SECTIONS[name]() + "\n" + match[3]
 
     return MARKED.sub(replace, text)
@@ -262,13 +263,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare only")
     arguments = parser.parse_args()
-    before = README.read_text()
-    after = rewritten(before)
+    stale = {path: text for path in DOCUMENTS if (text := rewritten(path.read_text())) != path.read_text()}
     if arguments.check:
-        if before != after:
-            print("README.md differs from the results: run python benchmarks/report.py", file=sys.stderr)
-        return int(before != after)
-    README.write_text(after)
+        for path in stale:
+            print(
+                f"{path.relative_to(ROOT)} differs from the results: run python benchmarks/report.py", file=sys.stderr
+            )
+        return int(bool(stale))
+    for path, text in stale.items():
+        path.write_text(text)
     if (schema.RESULTS / "network.jsonl").exists():
         plot_network(schema.RESULTS / "network.png")
     return 0

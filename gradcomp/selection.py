@@ -107,7 +107,7 @@ class Selection:
         if compressor.traits.strongly_biased and adaptive:
             warnings.warn(
                 f"gradcomp: {compressor.name} gradients under {type(optimizer).__name__} converge worse than uncompressed ones: "
-                "what compression gets wrong goes into the second moment as well (measured: README, 'What 1-bit and Top-K "
-                "cost'). int8, int4 and powersgd do not have this problem.",
+                "what compression gets wrong goes into the second moment as well (measured: README, 'What compression costs'). "
+                "int8 and int4 do not have this problem.",
                 stacklevel=7,  # the call of gradcomp.register()
             )

@@ -103,14 +103,15 @@ def run(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90, gro
 class VirtualBucket:
     """One bucket on N virtual ranks: the engine without processes, to test compressors and study world sizes.
 
-    ``shapes``: of the parameters in the bucket. After :meth:`step` every rank's result is returned. With ``scatter`` the
-    exchange is a reduce-scatter: each rank's gradient is laid out in rows, and the result is put together again.
+    ``shapes``: of the parameters in the bucket, or the parameters themselves. After :meth:`step` every rank's result is
+    returned. With ``scatter`` the exchange is a reduce-scatter: each rank's gradient is laid out in rows, and the result is
+    put together again.
     """
 
     def __init__(
         self,
         spec: str,
-        shapes: Sequence[tuple[int, ...]],
+        shapes: Sequence[tuple[int, ...] | Parameter],
         world: int,
         *,
         dtype: torch.dtype = torch.float32,
@@ -119,10 +120,9 @@ class VirtualBucket:
         find_unused: bool = False,
         scatter: bool = False,
     ) -> None:
-        numels = [int(torch.Size(shape).numel()) for shape in shapes]
         self.parameters = [
-            Parameter(f"p{i}", numel, shape, dtype, chunk=-(-numel // world) if scatter else None)
-            for i, (shape, numel) in enumerate(zip(shapes, numels, strict=True))
+            shape if isinstance(shape, Parameter) else _parameter(f"p{i}", shape, dtype, world if scatter else None)
+            for i, shape in enumerate(shapes)
         ]
         self.table = ParameterTable(self.parameters, world)
         self.group = VirtualGroup(world)
@@ -195,7 +195,8 @@ class VirtualBucket:
         """Restore every rank's memory exactly and build the bucket anew."""
         for memory, state in zip(self.memories, states, strict=True):
             memory.load_state_dicts([state], exact=True)
-        self.build([int(slot.name[1:]) for slot in self.slots])
+        order = {parameter.name: i for i, parameter in enumerate(self.parameters)}
+        self.build([order[slot.name] for slot in self.slots])
 
     def residual(self) -> torch.Tensor:
         """What error feedback holds back of the mean, fp32 [numel]: mean of worker + sum of server residuals."""
@@ -208,6 +209,11 @@ class VirtualBucket:
                 if values is not None:
                     total[slot.offset : slot.offset + slot.numel] += values / self.group.world
         return total
+
+
+def _parameter(name: str, shape: tuple[int, ...], dtype: torch.dtype, owners: int | None) -> Parameter:
+    numel = int(torch.Size(shape).numel())
+    return Parameter(name, numel, shape, dtype, chunk=None if owners is None else -(-numel // owners))
 
 
 CONTRACT_SHAPES: Sequence[tuple[int, ...]] = ((96, 80), (80,), (64, 3, 3, 3), (2000,), (1,), (96, 80), (0,), (33, 47))

@@ -13,6 +13,8 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import accuracy_report  # noqa: E402
+import accuracy_virtual  # noqa: E402
+import report  # noqa: E402
 import schema  # noqa: E402
 from accuracy import config_of  # noqa: E402
 from accuracy_cases import Case, case, grid, quick  # noqa: E402
@@ -44,6 +46,10 @@ def test_quick_runs_what_is_missing(tmp_path: Path) -> None:
         ratios[measured.config["optimizer"], measured.config["spec"]] = measured.number("ratio_per_step")
     assert ratios["sgd", "onebit"] > 6  # the embedding stays uncompressed
     assert ratios["adamw", "topk:ratio=0.01"] > 40
+    for real, of in zip(rows[1:3], others[:2], strict=True):  # virtual ranks compute the same
+        virtual = accuracy_virtual.train(of, full=False)
+        for name in ("loss", "accuracy", "train_loss", "ratio", "ratio_per_step", "compressed"):
+            assert virtual[name] == pytest.approx(real.number(name), rel=1e-4)
 
 
 def row(of: Case, seed: int, loss: float | None, accuracy: float = 0.8) -> schema.Row:
@@ -68,12 +74,29 @@ def test_changes_are_paired_by_seed(tmp_path: Path) -> None:
     assert found.changes == pytest.approx((1.0, 1.0, 1.0))
     table = accuracy_report.main_table(results)
     assert "| `none` | 1 | 3.000 ± 33.3 % |" in table
-    assert "| `int8` | 3.9 | +1.0 ± 0.0 |  |  | -1.0 ± 0.0 |" in table
+    assert "| `int8` | 3.9 | +1.0 ± 0.0 |  |  | -1.0 |" in table
     assert "| `onebit` | 3.9 | diverged |" in table
     accuracy_report.write_planner_summary(results, tmp_path / "planner.json")
     summary = json.loads((tmp_path / "planner.json").read_text())
     assert summary["compressors"]["int8"] == {"sgd": [1.0, 1.0]}
     assert not any(name.startswith("onebit") for name in summary["compressors"])  # no figure for what diverged
+
+
+def test_documents_say_what_the_results_say() -> None:
+    for path in report.DOCUMENTS:
+        text = path.read_text()
+        assert "<!-- results: accuracy" in text
+        assert report.rewritten(text) == text, "run python benchmarks/report.py"
+
+
+def test_real_ranks_take_precedence() -> None:
+    of = case("text", "sgd", "none", 0)
+    virtual = row(of, 0, 2.0)
+    virtual.config["virtual"] = True
+    for rows in ([virtual, row(of, 0, 3.0)], [row(of, 0, 3.0), virtual]):
+        results = accuracy_report.Results(rows)
+        assert results.all[of].values == (3.0,)
+        assert len(results.both) == 1
 
 
 def test_every_case_has_its_uncompressed_run() -> None:

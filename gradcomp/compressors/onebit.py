@@ -5,7 +5,7 @@ and server. 1 + 32/block bits per element, biased. Worker and server residual: 4
 because the previous step's are kept until the step is known to be finite.
 
 Exact zeros cannot be sent, so embeddings, vectors and small parameters go uncompressed by default. It costs quality at
-equal steps (README, "What 1-bit and Top-K cost"): under Adam what compression gets wrong also goes into the second moment,
+equal steps (README, "What compression costs"): under Adam what compression gets wrong also goes into the second moment,
 and at a learning rate near the edge of stability error feedback can diverge.
 
 [Seide et al. 2014; EF-SignSGD: Karimireddy et al. 2019, arXiv 1901.09847, algorithm 1]
