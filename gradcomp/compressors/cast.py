@@ -85,7 +85,7 @@ class Cast(Compressor):
         if self.in_wire_type:
             self.half = part.zeros(n, self.dtype)
             return
-        count = pieces_of(n)
+        count = pieces_of(n, 16)
         # multiples of the alignment, so that every rank's share of a piece is aligned as the bucket is
         bounds = [wire.align(i * n // count) for i in range(count)] + [n]
         self.payloads = [self._payload(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -61,7 +61,7 @@ class TwoPhase(Compressor):
         blocks, spans = part.blocks(config.block)
         self.stochastic = getattr(config, "stochastic", False)
         whole = part.row is None
-        pieces = split_blocks(blocks, part.rank, pieces_of(part.numel) if whole else 1)
+        pieces = split_blocks(blocks, part.rank, pieces_of(part.numel, self.code_bits) if whole else 1)
         self.payloads = [self._payload(piece, ExactSection(part) if i == 0 else None) for i, piece in enumerate(pieces)]
         self.worker: Buffer | None = None
         self.server: Buffer | None = None
