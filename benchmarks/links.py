@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import IO
 
 _INSIDE = "GRADCOMP_ISOLATED"
@@ -67,6 +68,7 @@ def isolate(latency: bool = False) -> None:
         LinksError: this machine cannot; the message says why.
     """
     if os.environ.get(_INSIDE):
+        sys.excepthook = _report_interrupt
         return
     reason = why_not(latency)
     if reason is not None:
@@ -83,6 +85,13 @@ def isolate(latency: bool = False) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
             sys.exit(128 + signal.SIGINT)
+
+
+def _report_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted; ranks and links are gone", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 @dataclass(frozen=True)

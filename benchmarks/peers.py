@@ -11,7 +11,8 @@ half its size. All of them are one bucket; ranks are joined by shaped links (lin
 ``bytes``         that a rank sends per step, as its network interface counts them, with headers
 ``calls``         of torch.distributed per step (none are seen of hivemind, which has a network of its own)
 ``time``          from this rank's gradient to the mean; the slowest rank's
-``error, 1``      relative error of one step's mean;  ``error, 6``: of the sum of six steps, where error feedback shows
+``error, 1``      relative error of one step's mean, the third;  ``error, 6``: of the sum of the third to the eighth, where
+                  error feedback shows (torch's PowerSGD hook is uncompressed in its first two)
 
 Environments of their own, made by hand, because the versions exclude each other (never installed by this script):
 

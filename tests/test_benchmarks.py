@@ -110,7 +110,7 @@ def left_behind() -> list[str]:
 def test_links_work_and_nothing_is_left_however_the_program_ends(how: signal.Signals) -> None:
     before = left_behind()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROBE, str(BENCHMARKS), SLEEP], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        [sys.executable, "-c", PROBE, str(BENCHMARKS), SLEEP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     try:
@@ -133,11 +133,14 @@ def test_links_work_and_nothing_is_left_however_the_program_ends(how: signal.Sig
         os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
         process.wait(20)
         assert process.returncode in (128 + how, -how)
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
     finally:
         process.kill()
         process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
     deadline = time.monotonic() + 20
     while left_behind() != before and time.monotonic() < deadline:
         time.sleep(0.05)
