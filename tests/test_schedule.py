@@ -134,6 +134,15 @@ def test_a_collective_after_a_final_one_is_a_bug_that_is_seen() -> None:
         schedule.submit(Task(wrong(), lambda: None, "t", Timings()), last=True)
 
 
+def test_a_profiler_sees_the_phases_by_name() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        drive("pipeline:depth=1", [2, 2], [])
+    names = [event.name for event in profiler.events() if event.name.startswith("gradcomp::")]
+    assert names.count("gradcomp::t::compress") == 4
+    assert names.count("gradcomp::t::comm") == 4
+    assert names.count("gradcomp::t::decompress") == 2
+
+
 def test_an_error_in_the_worker_thread_keeps_its_type() -> None:
     def failing() -> Exchange:
         yield AllReduce(torch.tensor([0]))
