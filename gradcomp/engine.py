@@ -47,6 +47,7 @@ class BucketExchange:
         buffer: its flat gradient tensor (any dtype; sparse and complex ones are only ever all-reduced).
         choices: per parameter name; None to all-reduce the bucket as it is.
         row: length of a rank's shard of ``buffer``, for a reduce-scatter; None for an all-reduce.
+        last: the bucket is the last one of a step, so no other one keeps the network busy while this one is coded.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BucketExchange:
         choices: Mapping[str, Choice] | None,
         context: Context,
         row: int | None = None,
+        last: bool = False,
     ) -> None:
         self.ok = True
         self._context = context
@@ -101,7 +103,7 @@ class BucketExchange:
                 slots=members, exact_slots=riders, table=context.table, rank=context.rank, world=context.world,
                 device=buffer.device, ops=context.ops, memory=context.memory, spec=wire.checksum(spec),
                 layout=self._layout, flat=flat, finite=self._finite, saturated=self.saturated, row=row,
-                scratch=scratch,
+                scratch=scratch, last=last,
             )  # fmt: skip
             self._parts.append(compressor(config, part))
 

@@ -41,7 +41,7 @@ IN_PIECES = ["fp16", "bf16", "int8", "int8:stochastic=true", "int4", "onebit", "
 @pytest.mark.parametrize("spec", IN_PIECES)
 def test_contract_of_buckets_that_travel_in_pieces(spec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_PIECE", 700)
-    monkeypatch.setattr(base, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(base, "_MESSAGE_BYTES", 1)
     check_compressor(spec, backend)
 
 
@@ -53,7 +53,7 @@ def test_pieces_change_no_bit(spec: str, world: int, monkeypatch: pytest.MonkeyP
     gradients = [[torch.randn(30_000, generator=generator) for _ in range(world)] for _ in range(3)]
     for piece in (1 << 20, 3000):
         monkeypatch.setattr(base, "_PIECE", piece)
-        monkeypatch.setattr(base, "_PIECE_BYTES", 1)
+        monkeypatch.setattr(base, "_MESSAGE_BYTES", 1)
         bucket = VirtualBucket(spec, [(101, 63), (300,), (9, 1500)], world)
         gradients = [[gradient[: bucket.numel] for gradient in step] for step in gradients]
         results.append([torch.stack(bucket.step(step)) for step in gradients])

@@ -60,12 +60,12 @@ everywhere = pytest.mark.parametrize(("world", "spec", "schedule"), KEYS)
 
 def follow_in_pieces(rank: int, world: int, spec: str, schedule: str) -> Any:
     """As large buckets go: each exchange in several pieces."""
-    before = base._PIECE, base._PIECE_BYTES
-    base._PIECE, base._PIECE_BYTES = 256, 1
+    before = base._PIECE, base._MESSAGE_BYTES
+    base._PIECE, base._MESSAGE_BYTES = 256, 1
     try:
         return follow(rank, world, spec, schedule)
     finally:
-        base._PIECE, base._PIECE_BYTES = before
+        base._PIECE, base._MESSAGE_BYTES = before
 
 
 PIECES = Battery(2, {(s, n): (follow_in_pieces, (s, n)) for s in ("fp16", "int8", "onebit") for n in SCHEDULES})

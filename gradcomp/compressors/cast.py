@@ -22,7 +22,7 @@ from torch import Tensor
 from gradcomp import wire
 from gradcomp.bucket import Runs
 from gradcomp.collectives import AllGather, AllReduce, AllToAll, Wait
-from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, pieces_of, require
+from gradcomp.compressors.base import Compressor, Exchange, Part, Traits, require
 from gradcomp.errors import UnsupportedError
 
 
@@ -68,7 +68,7 @@ class _Payload:
 
 
 class Cast(Compressor):
-    """The algorithm for both types. A large bucket travels in pieces, as those of :class:`TwoPhase` do."""
+    """The algorithm for both types. A step's last bucket may travel in pieces, as in :class:`TwoPhase`."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -85,7 +85,7 @@ class Cast(Compressor):
         if self.in_wire_type:
             self.half = part.zeros(n, self.dtype)
             return
-        count = pieces_of(n, 16)
+        count = part.pieces(16)
         # multiples of the alignment, so that every rank's share of a piece is aligned as the bucket is
         bounds = [wire.align(i * n // count) for i in range(count)] + [n]
         self.payloads = [self._payload(start, stop) for start, stop in itertools.pairwise(bounds)]

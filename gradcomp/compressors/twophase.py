@@ -25,7 +25,7 @@ from torch import Tensor
 from gradcomp import wire
 from gradcomp.bucket import Piece, owned_blocks, split_blocks
 from gradcomp.collectives import AllGather, AllToAll, Wait
-from gradcomp.compressors.base import Compressor, ExactSection, Exchange, Part, pieces_of
+from gradcomp.compressors.base import Compressor, ExactSection, Exchange, Part
 from gradcomp.kernels.ops import Blocks, ShardLayout
 from gradcomp.memory import Buffer
 
@@ -51,7 +51,7 @@ class _Payload:
 class TwoPhase(Compressor):
     """Configs have ``block`` (elements per scale), ``error_feedback`` and optionally ``stochastic``.
 
-    A large bucket travels in pieces, so that encoding, the network, averaging and decoding overlap.
+    A step's last bucket travels in pieces if it is large, so that encoding, the network, averaging and decoding overlap.
     """
 
     code_bits: ClassVar[int]
@@ -61,7 +61,7 @@ class TwoPhase(Compressor):
         blocks, spans = part.blocks(config.block)
         self.stochastic = getattr(config, "stochastic", False)
         whole = part.row is None
-        pieces = split_blocks(blocks, part.rank, pieces_of(part.numel, self.code_bits) if whole else 1)
+        pieces = split_blocks(blocks, part.rank, part.pieces(self.code_bits))
         self.payloads = [self._payload(piece, ExactSection(part) if i == 0 else None) for i, piece in enumerate(pieces)]
         self.worker: Buffer | None = None
         self.server: Buffer | None = None

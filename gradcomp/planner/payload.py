@@ -180,7 +180,9 @@ def slots_of(parameters: Sequence[Parameter]) -> list[Slot]:
     return slots
 
 
-def dry_run(parameters: Sequence[Parameter], spec: str, world: int, table: ParameterTable | None = None) -> Bucket:
+def dry_run(
+    parameters: Sequence[Parameter], spec: str, world: int, table: ParameterTable | None = None, last: bool = False
+) -> Bucket:
     """What rank 0 of ``world`` sends for one bucket of ``parameters`` in a step, and what it keeps for it.
 
     Args:
@@ -188,6 +190,7 @@ def dry_run(parameters: Sequence[Parameter], spec: str, world: int, table: Param
         spec: of the compressor.
         world: ranks.
         table: all parameters of the model in declaration order; those of the bucket if left out.
+        last: whether it is the last bucket of a step.
 
     Raises:
         ConfigError: a bad spec.
@@ -201,11 +204,11 @@ def dry_run(parameters: Sequence[Parameter], spec: str, world: int, table: Param
         ((p.shape, p.dtype, p.embedding), (start - starts[0]) % world)
         for p, start in zip(parameters, starts, strict=True)
     )
-    return _dry_run(key, block, format_spec(spec), world)
+    return _dry_run(key, block, format_spec(spec), world, last)
 
 
 @lru_cache(maxsize=4096)
-def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int) -> Bucket:
+def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int, last: bool) -> Bucket:
     described: list[Parameter] = []
     padding: list[Parameter] = []  # stands for the parameters declared in between
     number = 0
@@ -222,7 +225,7 @@ def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int) -> Bucket:
         return Bucket(numel, compressed, ())
     if not compressed:
         return plain(described, world)
-    return run_dry(described, choices, table, world)
+    return run_dry(described, choices, table, world, last)
 
 
 def plain(parameters: Sequence[Parameter], world: int) -> Bucket:
@@ -234,7 +237,11 @@ def plain(parameters: Sequence[Parameter], world: int) -> Bucket:
 
 
 def run_dry(
-    parameters: Sequence[Parameter], choices: Mapping[str, Choice], table: ParameterTable, world: int
+    parameters: Sequence[Parameter],
+    choices: Mapping[str, Choice],
+    table: ParameterTable,
+    world: int,
+    last: bool = False,
 ) -> Bucket:
     """As :func:`dry_run`, for any choice of compressors, at least one of which is not ``none``."""
     numel = sum(p.numel for p in parameters)
@@ -244,7 +251,8 @@ def run_dry(
     # fp32 whatever the gradients' type: payloads are encoded from fp32, and the copy of the bucket would be touched
     buffer = untouched(numel, torch.float32)
     with _Dry() as dry:
-        exchange = BucketExchange(slots_of(parameters), buffer, choices, Context(table, memory, 0, world, ops))
+        context = Context(table, memory, 0, world, ops)
+        exchange = BucketExchange(slots_of(parameters), buffer, choices, context, last=last)
         scratch, tables = dry.buffers - memory.nbytes, dry.tables
         requests = _record(exchange, buffer, world)
     copy = 0 if all(p.dtype == torch.float32 for p in parameters) else 4 * numel
