@@ -99,6 +99,7 @@ class ParameterTable:
         self.whole: Mapping[str, Parameter] = {parameter.name: parameter for parameter in parameters}
         if len(self.whole) != len(parameters):
             raise ValueError("parameter names are not unique")
+        self.numel = sum(parameter.numel for parameter in parameters)
         self.scatters = any(parameter.chunk is not None for parameter in parameters)
         self._pieces = {parameter.name: parameter.pieces(world) for parameter in parameters}
         self.by_name: Mapping[str, Parameter] = {p.name: p for pieces in self._pieces.values() for p in pieces}

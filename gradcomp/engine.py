@@ -47,7 +47,6 @@ class BucketExchange:
         buffer: its flat gradient tensor (any dtype; sparse and complex ones are only ever all-reduced).
         choices: per parameter name; None to all-reduce the bucket as it is.
         row: length of a rank's shard of ``buffer``, for a reduce-scatter; None for an all-reduce.
-        last: the bucket is the last one of a step, so no other one keeps the network busy while this one is coded.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class BucketExchange:
         choices: Mapping[str, Choice] | None,
         context: Context,
         row: int | None = None,
-        last: bool = False,
     ) -> None:
         self.ok = True
         self._context = context
@@ -103,7 +101,7 @@ class BucketExchange:
                 slots=members, exact_slots=riders, table=context.table, rank=context.rank, world=context.world,
                 device=buffer.device, ops=context.ops, memory=context.memory, spec=wire.checksum(spec),
                 layout=self._layout, flat=flat, finite=self._finite, saturated=self.saturated, row=row,
-                scratch=scratch, last=last,
+                scratch=scratch,
             )  # fmt: skip
             self._parts.append(compressor(config, part))
 

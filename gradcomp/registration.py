@@ -408,7 +408,7 @@ class Handle:
         exchange = self._exchanges.get(key)
         if exchange is None:
             row = None if out is None else out.numel()
-            exchange = BucketExchange(slots(), buffer, self._active_choices, self._context, row, last)
+            exchange = BucketExchange(slots(), buffer, self._active_choices, self._context, row)
             self._exchanges[key] = exchange
         self._used[key] = exchange
         values = buffer._values() if buffer.is_sparse else buffer

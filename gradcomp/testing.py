@@ -159,7 +159,7 @@ class VirtualBucket:
             Context(self.table, memory, rank, self.group.world, self.ops, self.find_unused)
             for rank, memory in enumerate(self.memories)
         ]
-        self.exchanges = [BucketExchange(placed, buffer, self.choices, context, self.row, True) for context in contexts]
+        self.exchanges = [BucketExchange(placed, buffer, self.choices, context, self.row) for context in contexts]
 
     def step(self, gradients: Sequence[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
         """Exchange one flat gradient per rank; commits residuals if the step was finite."""

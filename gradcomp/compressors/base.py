@@ -29,7 +29,7 @@ SMALL = 1024
 
 _PIECE = 1 << 20
 _MESSAGE_BYTES = 1 << 17
-_MOST_PIECES = 8
+_PIECES_IN_STEP = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class Part:
     scale that is in ``flat``) and ``step``. Set by the compressor: ``ok``, whether all ranks were finite.
 
     In a reduce-scatter ``flat`` is [W * row], slots have owners, and the mean goes to ``shard`` [row]. ``scratch``: where
-    buffers come from if other exchanges share them. ``last``: no bucket of the step follows.
+    buffers come from if other exchanges share them.
     """
 
     slots: Sequence[Slot]
@@ -105,7 +105,6 @@ class Part:
     row: int | None = None
     shard: Tensor | None = None
     scratch: Scratch | None = None
-    last: bool = False
     scale: float = 1.0
     step: int = 0
     ok: bool = True
@@ -129,14 +128,15 @@ class Part:
     def pieces(self, bits: int) -> int:
         """In how many pieces a two-phase exchange of ``bits`` per element travels.
 
-        While one is on the network, the next is encoded or the one before averaged or decoded. Other buckets do that for one
-        another, so only the last of a step is cut. A smaller piece gains less than its latency costs (a message of 128 KiB
-        takes 1 ms at 1 Gb/s), and its residuals would not be written past the cache (kernels/cpu).
+        While one is on the network, the next is encoded or the one before averaged or decoded. Where a model has many buckets
+        they do that for one another, so the pieces of all buckets are about 16. A smaller piece gains less than its latency
+        costs (a message of 128 KiB takes 1 ms at 1 Gb/s), and its residuals would not be written past the cache (kernels/cpu).
         """
-        if not self.last or self.row is not None:
+        if self.row is not None:
             return 1
         least = max(_PIECE, 8 * _MESSAGE_BYTES * self.world // bits)
-        return max(1, min(_MOST_PIECES, self.numel // least))
+        fair = round(_PIECES_IN_STEP * self.numel / max(1, self.table.numel))
+        return max(1, min(fair, self.numel // least))
 
     def zeros(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A buffer, allocated once per layout. In a reduce-scatter its contents, and zeros, may not outlive the exchange."""

@@ -68,7 +68,7 @@ class _Payload:
 
 
 class Cast(Compressor):
-    """The algorithm for both types. A step's last bucket may travel in pieces, as in :class:`TwoPhase`."""
+    """The algorithm for both types. A large bucket of few travels in pieces, as in :class:`TwoPhase`."""
 
     dtype: ClassVar[torch.dtype]
 

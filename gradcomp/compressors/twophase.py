@@ -51,7 +51,7 @@ class _Payload:
 class TwoPhase(Compressor):
     """Configs have ``block`` (elements per scale), ``error_feedback`` and optionally ``stochastic``.
 
-    A step's last bucket travels in pieces if it is large, so that encoding, the network, averaging and decoding overlap.
+    A large bucket of few travels in pieces, so that encoding, the network, averaging and decoding overlap.
     """
 
     code_bits: ClassVar[int]

@@ -180,9 +180,7 @@ def slots_of(parameters: Sequence[Parameter]) -> list[Slot]:
     return slots
 
 
-def dry_run(
-    parameters: Sequence[Parameter], spec: str, world: int, table: ParameterTable | None = None, last: bool = False
-) -> Bucket:
+def dry_run(parameters: Sequence[Parameter], spec: str, world: int, table: ParameterTable | None = None) -> Bucket:
     """What rank 0 of ``world`` sends for one bucket of ``parameters`` in a step, and what it keeps for it.
 
     Args:
@@ -190,7 +188,6 @@ def dry_run(
         spec: of the compressor.
         world: ranks.
         table: all parameters of the model in declaration order; those of the bucket if left out.
-        last: whether it is the last bucket of a step.
 
     Raises:
         ConfigError: a bad spec.
@@ -204,11 +201,11 @@ def dry_run(
         ((p.shape, p.dtype, p.embedding), (start - starts[0]) % world)
         for p, start in zip(parameters, starts, strict=True)
     )
-    return _dry_run(key, block, format_spec(spec), world, last)
+    return _dry_run(key, block, format_spec(spec), world, table.numel)
 
 
 @lru_cache(maxsize=4096)
-def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int, last: bool) -> Bucket:
+def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int, model_numel: int) -> Bucket:
     described: list[Parameter] = []
     padding: list[Parameter] = []  # stands for the parameters declared in between
     number = 0
@@ -217,7 +214,9 @@ def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int, last: bool
         padding.append(Parameter(f"before {i}", gap * block, (gap * block,), dtype))
         described.append(Parameter(f"p{i}", math.prod(shape), shape, dtype, embedding))
         number += gap - -described[-1].numel // block
-    table = ParameterTable([p for pair in zip(padding, described, strict=True) for p in pair])
+    listed = [p for pair in zip(padding, described, strict=True) for p in pair]
+    rest = max(0, model_numel - sum(p.numel for p in listed))
+    table = ParameterTable([*listed, Parameter("rest", rest, (rest,), torch.float32)])
     numel = sum(p.numel for p in described)
     choices = choose(described, spec, ())
     compressed = sum(p.numel for p in described if choices[p.name].spec != "none")
@@ -225,7 +224,7 @@ def _dry_run(key: tuple[Any, ...], block: int, spec: str, world: int, last: bool
         return Bucket(numel, compressed, ())
     if not compressed:
         return plain(described, world)
-    return run_dry(described, choices, table, world, last)
+    return run_dry(described, choices, table, world)
 
 
 def plain(parameters: Sequence[Parameter], world: int) -> Bucket:
@@ -237,11 +236,7 @@ def plain(parameters: Sequence[Parameter], world: int) -> Bucket:
 
 
 def run_dry(
-    parameters: Sequence[Parameter],
-    choices: Mapping[str, Choice],
-    table: ParameterTable,
-    world: int,
-    last: bool = False,
+    parameters: Sequence[Parameter], choices: Mapping[str, Choice], table: ParameterTable, world: int
 ) -> Bucket:
     """As :func:`dry_run`, for any choice of compressors, at least one of which is not ``none``."""
     numel = sum(p.numel for p in parameters)
@@ -252,7 +247,7 @@ def run_dry(
     buffer = untouched(numel, torch.float32)
     with _Dry() as dry:
         context = Context(table, memory, 0, world, ops)
-        exchange = BucketExchange(slots_of(parameters), buffer, choices, context, last=last)
+        exchange = BucketExchange(slots_of(parameters), buffer, choices, context)
         scratch, tables = dry.buffers - memory.nbytes, dry.tables
         requests = _record(exchange, buffer, world)
     copy = 0 if all(p.dtype == torch.float32 for p in parameters) else 4 * numel

@@ -177,8 +177,7 @@ def _buckets(key: _Key, scheme: Scheme, spec: str) -> list[payload.Bucket]:
         cap = int(key.bucket_mb * (1 << 20))
         layout = payload.ddp_buckets(parameters, min(payload.FIRST_BUCKET_BYTES, cap), cap)
     table = ParameterTable(parameters)
-    last = layout[-1] if scheme.trainer == "ddp" else None  # DeepSpeed does not say which bucket is the last
-    return [payload.dry_run(bucket, spec, ranks, table, bucket is last).scaled(model.scale) for bucket in layout]
+    return [payload.dry_run(bucket, spec, ranks, table).scaled(model.scale) for bucket in layout]
 
 
 def predict(job: Job, scheme_name: str, spec: str, network: Network | None = None) -> Row:
