@@ -95,6 +95,10 @@ def network_rows(ranks: int, batch: int = 8, model: str = "mlp", trainer: str = 
     return dict(sorted(found.items()))
 
 
+def milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def step_cell(row: Row | None, base: Row | None) -> list[str]:
     """Median step in ms with its 20-80 % range, and how many times faster than the base."""
     if row is None or row.error is not None:
@@ -102,7 +106,8 @@ def step_cell(row: Row | None, base: Row | None) -> list[str]:
     step = row.measured["step_ms"]
     assert isinstance(step, schema.Quantiles)
     faster = "" if base is None or base.error is not None else f"{base.number('step_ms') / step.p50:.2g}x"
-    return [f"{step.p50:.3g} ({step.p20:.3g} to {step.p80:.3g})", faster]
+    low, middle, high = (milliseconds(value) for value in (step.p20, step.p50, step.p80))
+    return [f"{middle} ({low} to {high})", faster]
 
 
 def network(ranks: int) -> str:
@@ -184,7 +189,8 @@ def peers() -> str:
             continue
         one = good[-1]
         times = [
-            f"{mine[s].number('exchange_ms'):.0f}" if s in mine and mine[s].error is None else "failed" for s in speeds
+            milliseconds(mine[s].number("exchange_ms")) if s in mine and mine[s].error is None else "failed"
+            for s in speeds
         ]
         errors = [f"{one.number(key):.2g}" for key in ("error_of_one", "error_of_sum")]
         lines.append([name, f"{one.number('link_bytes') / 1e6:.3g}", str(one.measured["calls"] or ""), *times, *errors])
@@ -232,7 +238,11 @@ def rewritten(text: str) -> str:
         name = match["name"]
         if name not in SECTIONS:
             raise ValueError(f"no section {name!r}; known are {', '.join(SECTIONS)}")
-        return match[1] + "\n" + SECTIONS[name]() + "\n" + match[3]
+        try:
+            made = SECTIONS[name]()
+        except FileNotFoundError as missing:
+            made = f"Not measured yet: `{Path(missing.filename).name}` is missing (benchmarks/README.md).\n"
+        return match[1] + "\n" + made + "\n" + match[3]
 
     return MARKED.sub(replace, text)
 

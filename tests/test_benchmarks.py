@@ -255,6 +255,12 @@ def test_a_stale_table_and_an_unknown_section_are_noticed() -> None:
         report.rewritten(stale.replace("kernels", "kernel"))
 
 
+def test_a_section_without_results_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(schema, "RESULTS", tmp_path)
+    made = report.rewritten("<!-- results: peers -->\n<!-- end of results -->\n")
+    assert "Not measured yet: `peers.jsonl` is missing" in made
+
+
 def test_break_even_is_interpolated_between_measured_speeds() -> None:
     assert report.crossing([(0.1, 0.25), (1.0, 0.5), (10.0, 2.0)]) == "3.2"
     assert report.crossing([(0.1, 0.2), (10.0, 0.9)]) == "above 10"
