@@ -163,8 +163,9 @@ class Codec:
         return sum(fixed * buckets + each * elements for fixed, each in self.segments)
 
 
-# Seconds per element of one CPU core in large fp32 buckets, one rank per core, measured by `gradcomp probe` (2 ranks on an
-# AMD EPYC, Zen 4, numba kernels): before, between and after the collectives; 30 us per segment.
+# Seconds per element of one CPU core in large fp32 buckets: before, between and after the collectives, plus 30 us per segment.
+# Estimates, not measurements: the times that numba kernels take alone (benchmarks/results/kernels.jsonl, AMD EPYC, Zen 4),
+# raised for what else the segment does and for cold caches. `gradcomp probe` measures them.
 _CPU = {
     "none": (0.25e-9, 0.15e-9),
     "fp16": (0.7e-9, 0.3e-9, 0.3e-9),
@@ -197,7 +198,7 @@ def assumed_codec(spec: str, device: str) -> Codec:
     name = parse_spec(spec)[0].name
     if device == "cpu":
         rates = _CPU.get(name, _CPU["topk"])
-        source = "measured on one core of an AMD EPYC (Zen 4)"
+        source = "estimated from kernel times on one core of an AMD EPYC (Zen 4)"
         return Codec(tuple((_CPU_FIXED, rate) for rate in rates), source)
     table = _GPU_BYTES.get(name, (44.0, 8.0, 8.0))
     return Codec(
