@@ -49,7 +49,7 @@ def test_quick_runs_what_is_missing(tmp_path: Path) -> None:
     for real, of in zip(rows[1:3], others[:2], strict=True):  # virtual ranks compute the same
         virtual = accuracy_virtual.train(of, full=False)
         for name in ("loss", "accuracy", "train_loss", "ratio", "ratio_per_step", "compressed"):
-            assert virtual[name] == pytest.approx(real.number(name), rel=1e-4)
+            assert virtual[name] == pytest.approx(real.number(name), rel=1e-3)  # headers of pieces
 
 
 def row(of: Case, seed: int, loss: float | None, accuracy: float = 0.8) -> schema.Row:

@@ -150,7 +150,9 @@ def local_steps(rank: int, world: int) -> tuple[list[int], list[float]]:
             us, total = [u + size * m for u, m in zip(us, ms, strict=True)], total + size
         if optimizer.meets(t) and t > 4:
             u = sum(us) / world
-            ms, xs, us, total = [u / total] * world, [start - u / denominator] * world, [u * 0] * world, 0.0
+            limit = (denominator - 1e-8) * 0.1 / 0.001**0.5
+            ms = [(u / total).clamp(-limit, limit)] * world
+            xs, us, total = [start - total * ms[0] / denominator] * world, [u * 0] * world, 0.0
         if optimizer.meets(t):
             start = xs[0]
         if optimizer.stats().collectives > calls:
@@ -416,6 +418,20 @@ def zeros(rank: int, world: int) -> dict[str, bool]:
     }
 
 
+def quiet(rank: int, world: int, kind: str) -> float:
+    """How far elements move whose gradient is a millionth of their block's, in steps of Adam's largest size."""
+    x, generator = nn.Parameter(torch.ones(64, 64)), torch.Generator().manual_seed(rank)
+    optimizer = make(kind, [x], lr=1e-3)
+    scale = torch.ones(64, 64)
+    scale[:, 7] = 1e-6
+    for _ in range(20):
+        x.grad = torch.randn(64, 64, generator=generator) * scale
+        optimizer.step()
+    if kind == "zero_one":
+        optimizer.synchronize()
+    return float((x.detach()[:, 7] - 1).abs().max()) / (20 * 1e-3 * 0.1 / 0.001**0.5)
+
+
 def groups(rank: int, world: int) -> dict[str, str]:
     model = Net()
     first, *others = model.named_parameters()
@@ -515,7 +531,7 @@ CASES: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     **{("resume", kind, d, stop): (resume, (kind, d, stop)) for kind in KINDS for d in TYPES for stop in (3, 15)},
     **{("nonfinite", kind, v, at): (nonfinite, (kind, v, at)) for kind in KINDS for v in ("inf", "nan") for at in (2, 7)},
     **{("scaled", kind, unscale): (scaled, (kind, unscale)) for kind in KINDS for unscale in (False, True)},
-    **{(fn.__name__, kind): (fn, (kind,)) for fn in (buckets_do_not_matter, under_ddp, clipped) for kind in KINDS},
+    **{(fn.__name__, kind): (fn, (kind,)) for fn in (buckets_do_not_matter, under_ddp, clipped, quiet) for kind in KINDS},
     **{("freezes", *args): (freezes, args) for args in ((0, 0), (0, 25), (30, 0), (99, 0))},
     **{
         fn.__name__: (fn, ())
@@ -657,6 +673,12 @@ def test_automatic_freeze() -> None:
 def test_zeros_and_embeddings() -> None:
     for facts in RUN["zeros"]:
         assert all(facts.values()), facts
+
+
+@everyone
+def test_elements_of_small_variance_move_no_further_than_under_adam(kind: str) -> None:
+    most = 40 if kind == "lamb" else 1  # max_coeff times factor_max
+    assert all(0 < distance <= most for distance in RUN["quiet", kind])
 
 
 def test_groups_and_names() -> None:

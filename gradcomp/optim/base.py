@@ -106,7 +106,6 @@ class ExchangingOptimizer(Optimizer):
         self._names: dict[int, str] = {}
         self._embeddings: set[int] = set()
         self._buckets: Buckets | None = None
-        self._holes: dict[str, Tensor | None] = {}
         self._steps, self._calls = 0, 0
         self._given: set[int] = set()
         super().__init__(params, defaults)
@@ -217,7 +216,6 @@ class ExchangingOptimizer(Optimizer):
                 if isinstance(value, Tensor):
                     self.state[parameter][key] = value.to(parameter.device, torch.float32, copy=True)
         self._set_up()
-        self._holes.clear()
         self._steps = int(own["step"])
         self._restore(own["progress"])
         exchange = own["exchange"]
@@ -354,13 +352,18 @@ class ExchangingOptimizer(Optimizer):
         value = variance / self._correction(member, 1, count)
         return value.add_(eps).sqrt_() if self._eps_inside_sqrt else value.sqrt_().add_(eps)
 
-    def _mask(self, member: Member, values: Tensor) -> Tensor:
-        """``values``, zeroed in place where the variance, frozen from now on, is zero."""
-        if member.name not in self._holes:
-            holes = self.state[member.parameter]["exp_avg_sq"] == 0
-            self._holes[member.name] = holes if bool(holes.any()) else None
-        hole = self._holes[member.name]
-        return values if hole is None else values.masked_fill_(hole, 0.0)
+    def _bound(self, member: Member, momentum: Tensor, variance_updates: int) -> Tensor:
+        """``momentum`` as received, limited in place to ``c sqrt(v')``, ``c = max(3, (1 - b1) / sqrt(1 - b2))``.
+
+        Adam's own momentum cannot exceed that with its usual betas [Kingma and Ba 2014, arXiv 1412.6980, section 2.1].
+        1-bit sends all elements of a block with the same magnitude; where the variance is far smaller than the rest of its
+        block's (units that hardly ever fire, rare tokens), dividing by it would throw the parameter away. Where v is zero,
+        nothing moves.
+        """
+        beta1, beta2 = self.param_groups[member.group]["betas"]
+        limit = self.state[member.parameter]["exp_avg_sq"] / (1 - beta2**variance_updates)
+        limit.sqrt_().mul_(max(3.0, (1 - beta1) / math.sqrt(1 - beta2)))
+        return momentum.clamp_(-limit, limit)
 
     def _move(self, member: Member, t: int, variance_updates: int) -> None:
         """AdamW's step: ``x <- x - lr (m' / (sqrt(v') + eps) + weight_decay x)``."""

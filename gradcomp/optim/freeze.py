@@ -79,7 +79,7 @@ class TwoStageOptimizer(ExchangingOptimizer):
             if frozen_at is None or member.exact:
                 self._update_exact(member, t)
             else:
-                self._mask(member, member.view)  # 1-bit sends a sign where there never was a gradient
+                self._bound(member, member.view, frozen_at)
                 self._update_frozen(member, t, frozen_at)
         if frozen_at is None and self._settled(t):
             self.frozen_at = t

@@ -9,6 +9,10 @@ Per step t with this rank's gradient ``g_i`` (N ranks, C the two-phase 1-bit exc
 ``m' = m / (1 - b1^t)``, ``v' = v / (1 - b2^min(t, T))`` with ``bias_correction`` (the warm-up then is AdamW); without, m and v
 themselves, as in DeepSpeed's OnebitAdam, which accepted the flag and ignored it.
 
+After the freeze every element of the received momentum is limited to what Adam itself could reach under this variance,
+``|m| <= c sqrt(v')`` with ``c = max(3, (1 - b1) / sqrt(1 - b2))`` [Kingma and Ba 2014, section 2.1]. The paper divides by
+whatever v is, and diverges on networks with units that hardly ever fire (``benchmarks/accuracy.py``, images).
+
 Momentum is linear in the gradients, so error feedback repairs what its compression loses; the variance is not, so it must
 not see compressed gradients. Volume of the whole run, of fp32, with a warm-up fraction w: ``w + (1 - w) / 28`` (1 bit and
 a 256th of an fp32 scale per element). Memory per parameter: 4 bytes each of m, v and bucket, residuals 8 (1 + 1/N).

@@ -19,7 +19,8 @@ freeze, and reset residuals at it. In steps of T_v the exact mean gradient updat
 is needed. Weight decay is decoupled: ``a`` shrinks by the sum of ``lr weight_decay``. ``v'`` is corrected by the number of
 updates of v.
 
-Uncompressed parameters are plain Adam up to the freeze and take part in local steps, exactly averaged, afterwards.
+Received momentum is limited as in 1-bit Adam. Uncompressed parameters are plain Adam up to the freeze and take part in local
+steps, exactly averaged, afterwards.
 In local steps a rank whose gradient is not finite adds nothing to its u; the others cannot know.
 
 Memory per parameter: as 1-bit Adam, and after the freeze 8 bytes for a and u.
@@ -125,7 +126,7 @@ class ZeroOneAdam(ExchangingOptimizer):
                 self._momentum_of_gradient(member)
             else:
                 state = self.state[member.parameter]
-                state["exp_avg"].copy_(member.view).mul_(state["exp_avg_sq"] > 0)
+                state["exp_avg"].copy_(self._bound(member, member.view, self._variance_updates))
             self._move(member, t, self._updates_of(member, t))
         return True
 
@@ -151,7 +152,7 @@ class ZeroOneAdam(ExchangingOptimizer):
                 state["accumulator"] = torch.zeros_like(member.view)
             if finite:
                 self._write_gradient(member, factor)
-                self._mask(member, state["exp_avg"].lerp_(member.view, 1 - group["betas"][0]))
+                state["exp_avg"].lerp_(member.view, 1 - group["betas"][0]).mul_(state["exp_avg_sq"] > 0)
                 size = float(group["lr"]) / self._correction(member, 0, t)
                 state["accumulator"].add_(state["exp_avg"], alpha=size)
             if not meeting:
@@ -184,7 +185,9 @@ class ZeroOneAdam(ExchangingOptimizer):
             state = self.state[member.parameter]
             if not ok:  # a local state overflowed: the same way out on all ranks
                 member.view.zero_()
-            state["exp_avg"].copy_(self._mask(member, member.view))
+            if not member.exact:
+                self._bound(member, member.view, self._variance_updates)
+            state["exp_avg"].copy_(member.view)
             state["anchor"] = self._place(member, member.view, self._pending[member.group][0])
             state["accumulator"].zero_()
         self._pending = [[0.0, 0.0] for _ in self.param_groups]
