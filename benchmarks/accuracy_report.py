@@ -142,7 +142,7 @@ def _unit(task: str) -> str:
 
 
 def _cell(result: Result | None) -> str:
-    if result is None:
+    if result is None or not result.changes:
         return ""
     if result.change is None:
         return "diverged"
