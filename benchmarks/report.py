@@ -45,7 +45,13 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def origin(rows: Sequence[Row]) -> str:
-    """Machine, versions and dates of rows, in words."""
+    """Machine, versions and dates of rows, in words.
+
+    Raises:
+        LookupError: there are no rows.
+    """
+    if not rows:
+        raise LookupError("not measured")
     machines = sorted({f"{row.machine.cpu}, {row.machine.cores} cores" for row in rows})
     packages = sorted(
         {f"{name} {row.versions[name]}" for row in rows for name in ("torch", "numba") if name in row.versions}
@@ -242,6 +248,8 @@ def rewritten(text: str) -> str:
             made = SECTIONS[name]()
         except FileNotFoundError as missing:
             made = f"Not measured yet: `{Path(missing.filename).name}` is missing (benchmarks/README.md).\n"
+        except LookupError:
+            made = "Not measured yet (benchmarks/README.md).\n"
         return match[1] + "\n" + made + "\n" + match[3]
 
     return MARKED.sub(replace, text)
