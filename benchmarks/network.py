@@ -157,14 +157,17 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
     exchanges = arguments.exchanges or [*steps.BASELINES, *gradcomp.compressor_names()]
     plan = steps.Plan(exchanges, model=arguments.model, seconds=arguments.seconds, seed=arguments.seed)
     made = []
+    if UNSHAPED in arguments.gigabits:  # what the library costs by itself shows best in many small buckets
+        costs = [name for name in exchanges if name in (steps.NO_COMMUNICATION, steps.NO_HOOK, "none")]
+        small = replace(plan, exchanges=costs, bucket_mb=1.0, rounds=8, most_steps=160, seconds=4 * arguments.seconds)
+        for model, batch in (("mlp", 8), ("transformer", 4)):
+            made.append(Setting(UNSHAPED, 2, 0.0, replace(small, model=model, batch=batch)))
     for ranks in arguments.ranks:
         for gigabits in arguments.gigabits:
+            if gigabits == UNSHAPED:
+                continue
             for batch in arguments.batch[:1] if ranks > 2 or gigabits < 1 else arguments.batch:
-                one = replace(plan, batch=batch)
-                if gigabits == UNSHAPED:  # what the library costs by itself shows best in many small buckets
-                    costs = [name for name in exchanges if name in (steps.NO_COMMUNICATION, steps.NO_HOOK, "none")]
-                    one = replace(plan, batch=batch, exchanges=costs, bucket_mb=1.0, rounds=6, most_steps=120)
-                made.append(Setting(gigabits, ranks, arguments.latency_ms, one))
+                made.append(Setting(gigabits, ranks, arguments.latency_ms, replace(plan, batch=batch)))
     if arguments.deepspeed:
         pairs = [
             (stage, spec) for stage in range(4) for spec in (None, "int8", "onebit") if stage < 2 or spec != "onebit"
@@ -178,7 +181,7 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabits", type=float, nargs="+", default=[UNSHAPED, 0.1, 1.0, 10.0],
-                        help="speeds of the links; 0: unlimited, in buckets of 1 MB, only none against no hook")  # fmt: skip
+                        help="of the links; 0: unlimited, 2 ranks, buckets of 1 MB, only none against no hook")  # fmt: skip
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument(
         "--latency-ms", type=float, default=0.0, help="from rank to rank, one way; needs the kernel's netem"

@@ -44,7 +44,7 @@ SETTINGS: dict[tuple[float, int], list[tuple[str, int]]] = {
     (10.0, 2): [("mlp", 8), ("small", 512), ("small", 2048)],
 }
 """(Gb/s, ranks): models with their batch. The last ones compute so long that nothing is gained by compression."""
-LARGEST = {0.1: 4e6, 1.0: 32e6, 10.0: 64e6}
+LARGEST = {0.1: 5e6, 1.0: 20e6, 10.0: 70e6}
 """Bytes of the largest message that is probed."""
 
 

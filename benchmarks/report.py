@@ -147,6 +147,20 @@ def network(ranks: int) -> str:
     return head + table(headings, lines) + foot
 
 
+def overhead() -> str:
+    """`none` against no hook where the link is not limited."""
+    rows = [row for row in load("network") if not row.config["gigabits"] and row.error is None]
+    by_model: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_model.setdefault(str(row.config["model"]), {})[str(row.config["exchange"])] = row
+    lines = []
+    for model, mine in by_model.items():
+        more = mine["none"].number("step_ms") / mine[NO_HOOK].number("step_ms") - 1
+        steps = [step_cell(mine[name], None)[0] for name in (NOTHING, NO_HOOK, "none")]
+        lines.append([model, *steps, f"{100 * more:+.1f} %"])
+    return table(["model", "no communication, ms", "no hook, ms", "`none`, ms", "more"], lines)
+
+
 def crossing(points: Sequence[tuple[float, float]]) -> str:
     """Where a ratio of times, given at rising speeds, first exceeds 1: interpolated between the logarithms."""
     if points[0][1] >= 1:
@@ -226,6 +240,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "network-2": lambda: network(2),
     "network-4": lambda: network(4),
+    "overhead": overhead,
     "break-even": break_even,
     "peers": peers,
     "deepspeed": deepspeed,

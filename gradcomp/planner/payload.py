@@ -35,13 +35,14 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A collective of one bucket: its kind, the bytes that each rank sends, whether nothing is issued after it, and whether
-    it is one of several pieces that are under way at the same time."""
+    """A collective of one bucket: its kind, the bytes that each rank sends, whether nothing is issued after it, whether it
+    is one of several pieces that are under way at the same time, and which part of all of those it is."""
 
     kind: str
     nbytes: float
     final: bool
     ahead: bool = False
+    part: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,17 @@ class Bucket:
 
     @property
     def phases(self) -> list[list[Request]]:
-        """The requests, those that are under way at the same time together."""
+        """The requests, those that are under way at the same time together, with their ``part``."""
         phases: list[list[Request]] = []
         for request in self.requests:
             if phases and request.ahead and request.kind == phases[-1][0].kind:
                 phases[-1].append(request)
             else:
                 phases.append([request])
+        for phase in phases:
+            total = sum(request.nbytes for request in phase)
+            if len(phase) > 1 and total:
+                phase[:] = [replace(request, part=request.nbytes / total) for request in phase]
         return phases
 
     def scaled(self, factor: float) -> Bucket:

@@ -30,8 +30,8 @@ def messages(kind: str, ranks: int) -> int:
 class Curve:
     """Seconds of one kind of collective by bytes that a rank sends: measured points, joined by straight lines.
 
-    ``residual``: largest relative deviation of the points from the best line ``fixed + per_byte * bytes``, which serves
-    beyond the points and for other links.
+    ``residual``: largest relative deviation of the points from the line ``fixed + per_byte * bytes``, which serves beyond
+    the points and for other links.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -41,24 +41,26 @@ class Curve:
 
     @staticmethod
     def fit(points: Sequence[tuple[float, float]]) -> Curve:
-        """Fit the line by relative least squares (a tenth of a millisecond counts on a small message).
+        """``per_byte``: between the two largest sizes, where bandwidth is all that counts; ``fixed``: the line through the two
+        smallest, at no bytes. One line through all would be wrong on links that let a short message through at once (the
+        buffers of switches, token buckets).
 
         Raises:
             ConfigError: fewer than two sizes.
         """
         points = sorted(points)
         require(len({x for x, _ in points}) >= 2, "points", len(points), "measurements of at least two sizes")
-        # minimise sum ((a + b x - y) / y)^2
-        w = [1 / y**2 for _, y in points]
-        s0, s1 = sum(w), sum(wi * x for wi, (x, _) in zip(w, points, strict=True))
-        s2 = sum(wi * x * x for wi, (x, _) in zip(w, points, strict=True))
-        t0 = sum(wi * y for wi, (_, y) in zip(w, points, strict=True))
-        t1 = sum(wi * x * y for wi, (x, y) in zip(w, points, strict=True))
-        slope = (s0 * t1 - s1 * t0) / (s0 * s2 - s1 * s1)
-        fixed = max(0.0, (t0 - slope * s1) / s0)
-        slope = max(slope, 1e-15)
-        residual = max(abs(fixed + slope * x - y) / y for x, y in points)
-        return Curve(tuple(points), fixed, slope, residual)
+
+        def slope(low: tuple[float, float], high: tuple[float, float]) -> float:
+            return (high[1] - low[1]) / (high[0] - low[0])
+
+        (x0, y0), (xn, yn) = points[0], points[-1]
+        per_byte = slope(points[-2], points[-1])
+        if per_byte <= 0:  # noise: then what the largest took in all
+            per_byte = yn / xn
+        fixed = max(0.0, y0 - x0 * min(per_byte, max(0.0, slope(points[0], points[1]))))
+        residual = max(abs(fixed + per_byte * x - y) / y for x, y in points)
+        return Curve(tuple(points), fixed, per_byte, residual)
 
     def seconds(self, nbytes: float) -> float:
         """Time of a collective in which a rank sends ``nbytes``."""

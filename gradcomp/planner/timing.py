@@ -55,7 +55,8 @@ class _VirtualGroup(Group):
         self._clock, self._network = clock, network
 
     def start(self, request: Any) -> Any:
-        seconds = self._network.seconds(request.kind, request.nbytes, self.world)
+        # pieces that are under way together have one latency
+        seconds = request.part * self._network.seconds(request.kind, request.nbytes / request.part, self.world)
         return _VirtualPending(self._clock, self._clock.transfer(seconds))
 
 
