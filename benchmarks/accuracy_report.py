@@ -312,27 +312,28 @@ TABLES: dict[str, Callable[[Results], str]] = {
 
 # ---------------------------------------------------------------------------- planner
 def planner_summary(results: Results) -> dict[str, object]:
-    """For gradcomp/planner: per spec and optimizer the least and greatest change of the text model's loss, in percent."""
+    """For gradcomp/planner: per spec and optimizer the least and greatest change of the text model's loss, in percent; for
+    some specs also with the output layer at int8."""
     compressors: dict[str, dict[str, list[float]]] = {}
-    for spec, warm in (*CORE, *VARIANTS, *MORE):
-        if spec == "none" or (not warm and (spec, True) in CORE):
-            continue
-        entry = {}
-        for optimizer in ("sgd", "adamw"):
-            found = results.find("text", optimizer, spec, WARM if warm else 0.0)
-            if found and found.change is not None:
-                changes = [change for change in found.changes if change is not None]
-                entry[optimizer] = [round(min(changes), 2), round(max(changes), 2)]
-        if entry:
-            compressors[format_spec(spec)] = entry
-    for name in FAMILY:
-        found = results.find("text", name, "onebit", 0.2)
+    heads: dict[str, dict[str, list[float]]] = {}
+
+    def put(where: dict[str, dict[str, list[float]]], name: str, found: Result | None) -> None:
         if found and found.change is not None:
             changes = [change for change in found.changes if change is not None]
-            compressors[name] = {found.case.family: [round(min(changes), 2), round(max(changes), 2)]}
+            where.setdefault(name, {})[found.case.family] = [round(min(changes), 2), round(max(changes), 2)]
+
+    for spec, warm in (*CORE, *VARIANTS, *MORE):
+        if spec != "none" and (warm or (spec, True) not in CORE):
+            for optimizer in ("sgd", "adamw"):
+                put(compressors, format_spec(spec), results.find("text", optimizer, spec, WARM if warm else 0.0))
+    for spec in STRONG:
+        for optimizer in ("sgd", "adamw"):
+            put(heads, format_spec(spec), results.find("text", optimizer, spec, WARM, head="int8"))
+    for name in FAMILY:
+        put(compressors, name, results.find("text", name, "onebit", 0.2))
     seeds = max((len(result.values) for result in results.all.values()), default=0)
     what = f"byte-level transformer, 0.28 M parameters, {STEPS['text']} steps, 2 ranks, up to {seeds} seeds"
-    return {"what": what, "compressors": compressors}
+    return {"what": what, "compressors": compressors, "output layer int8": heads}
 
 
 def write_planner_summary(results: Results, path: Path) -> None:

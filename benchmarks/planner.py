@@ -46,6 +46,8 @@ SETTINGS: dict[tuple[float, int], list[tuple[str, int]]] = {
 """(Gb/s, ranks): models with their batch. The last ones compute so long that nothing is gained by compression."""
 LARGEST = {0.1: 5e6, 1.0: 20e6, 10.0: 70e6}
 """Bytes of the largest message that is probed."""
+NEAR = 0.10
+"""Advice is good if what it advises takes at most so much longer than the fastest."""
 
 
 def run(gigabits: float, ranks: int, plan: planner_steps.Plan, console: Console) -> list[schema.Row]:
@@ -141,7 +143,7 @@ def show(console: Console, rows: Sequence[schema.Row]) -> None:
         )  # fmt: skip
     console.print(table)
     errors = sorted(abs(error_of(row)) for row in rows)
-    good = sum(regret(mine)[2] <= 0.10 for mine in scenarios(rows).values())
+    good = sum(regret(mine)[2] <= NEAR for mine in scenarios(rows).values())
     console.print(
         f"{len(errors)} predictions: median error {100 * statistics.median(errors):.1f} %, largest {100 * errors[-1]:.0f} %; "
         f"advice within 10 % of the fastest in {good} of {len(scenarios(rows))} scenarios"

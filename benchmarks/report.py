@@ -15,11 +15,13 @@ import itertools
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import accuracy_report
+import planner as compare
 import schema
 from schema import Row
 
@@ -27,7 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = (README, ROOT / "benchmarks" / "README.md")
 MARKED = re.compile(r"(<!-- results: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
-BENCHMARKS = ("accuracy", "kernels", "network", "peers")
 NOTHING, NO_HOOK = "no communication", "no hook"
 
 
@@ -232,6 +233,34 @@ def deepspeed() -> str:
     return head + table(["engine", "MB on the link", "step, ms", "against its own collectives"], lines)
 
 
+# ---------------------------------------------------------------- planner
+def planner() -> str:
+    """Measured and predicted steps, and what was advised."""
+    rows = load("planner")
+    specs = list(dict.fromkeys(str(row.config["exchange"]) for row in rows))
+    lines, good = [], 0
+    for (gigabits, ranks, model, batch), mine in compare.scenarios(rows).items():
+        by_spec = {str(row.config["exchange"]): row for row in mine}
+        cells = [
+            f"{milliseconds(row.number('step_ms'))} / {milliseconds(row.number('predicted_ms'))}"
+            for row in map(by_spec.__getitem__, specs)
+        ]
+        advised, fastest, more = compare.regret(mine)
+        good += more <= compare.NEAR
+        limited = " *" if mine[0].config["cpu_limited"] else ""
+        advice = code(advised) + (f", {100 * more:.0f} % over {code(fastest)}" if advised != fastest else "")
+        lines.append([f"{gigabits:g} Gb/s{limited}, {ranks} ranks", f"{model}, batch {batch}", *cells, advice])
+    errors = sorted(abs(compare.error_of(row)) for row in rows)
+    shaped = sorted(abs(compare.error_of(row)) for row in rows if not row.config["cpu_limited"])
+    head = (
+        f"Milliseconds measured / predicted; {origin(rows)}. {len(errors)} predictions: median error "
+        f"{100 * statistics.median(errors):.0f} %, largest {100 * errors[-1]:.0f} % (at 0.1 and 1 Gb/s: {len(shaped)}, "
+        f"{100 * statistics.median(shaped):.0f} and {100 * shaped[-1]:.0f} %). The advice is the fastest or within "
+        f"{100 * compare.NEAR:.0f} % of it in {good} of {len(lines)} scenarios.\n\n"
+    )
+    return head + table(["link", "model", *map(code, specs), "advice"], lines)
+
+
 def accuracy(make: Callable[[accuracy_report.Results], str]) -> str:
     return make(accuracy_report.Results(load("accuracy")))
 
@@ -244,6 +273,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "break-even": break_even,
     "peers": peers,
     "deepspeed": deepspeed,
+    "planner": planner,
     **{name: functools.partial(accuracy, make) for name, make in accuracy_report.TABLES.items()},
 }
 

@@ -152,7 +152,7 @@ def on_own_network(world: int) -> dict[str, float]:
 
 @pytest.mark.skipif(test_bytes.why_not() is not None, reason=str(test_bytes.why_not()))
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_trainers_send_what_the_planner_says(world: int, scheme: str) -> None:
     if scheme.startswith("zero"):
         pytest.importorskip("deepspeed", reason="needs the extra gradcomp[deepspeed]")
@@ -169,7 +169,7 @@ def test_trainers_send_what_the_planner_says(world: int, scheme: str) -> None:
 
 @pytest.mark.skipif(test_bytes.why_not() is not None, reason=str(test_bytes.why_not()))
 @pytest.mark.parametrize("what", COMPRESSED)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_trainers_with_gradcomp_send_what_the_planner_says(world: int, what: str) -> None:
     scheme, _, spec = what.partition(":")
     if scheme.startswith("zero"):

@@ -209,9 +209,13 @@ def accuracy_of(spec: str, optimizer: str) -> str | None:
     entry = table["compressors"].get(format_spec(spec), table["compressors"].get(name, {})).get(kind)
     if entry is None:
         return None
-    low, high = entry
-    span = f"{low:+.1f} %" if abs(high - low) < 0.05 else f"{low:+.1f} to {high:+.1f} %"
-    return f"held-out loss {span} against uncompressed at equal steps ({table['what']})"
+    head = table["output layer int8"].get(format_spec(spec), {}).get(kind)
+    better = f", {_span(*head)} with the output layer at int8" if head is not None else ""
+    return f"held-out loss {_span(*entry)} against uncompressed at equal steps{better} ({table['what']})"
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:+.1f} %" if abs(high - low) < 0.05 else f"{low:+.1f} to {high:+.1f} %"
 
 
 def _warnings(made: Plan) -> list[str]:
@@ -223,8 +227,8 @@ def _warnings(made: Plan) -> list[str]:
             said.append(f"{best.compressor}: {measured}.")
         if traits.strongly_biased:
             said.append(
-                f"{best.compressor} is strongly biased: start with uncompressed steps (warmup_steps), and compare your own "
-                "loss with a short uncompressed run."
+                f"{best.compressor} is strongly biased: start with uncompressed steps (warmup_steps), keep the output layer at "
+                'int8 (rules=[("head.weight", "int8")], with its name), and compare your own loss with a short uncompressed run.'
             )
         if traits.strongly_biased and job.optimizer != "sgd":
             said.append(
