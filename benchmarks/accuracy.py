@@ -1,7 +1,7 @@
 """Ratio against accuracy: every compressor on real data, equal steps and learning rates, several seeds.
 
     python benchmarks/accuracy.py                         # the whole grid on real ranks: about 2 hours on 2 idle cores
-    python benchmarks/accuracy.py --virtual               # a third of that; all but the 1-bit optimizers
+    python benchmarks/accuracy.py --virtual               # a third of that; all but the 1-bit optimizers; then without, for those
     python benchmarks/accuracy.py --sets core --seeds 1   # 10 minutes
     python benchmarks/accuracy.py --quick --out FILE      # does it run? (seconds)
     python benchmarks/accuracy.py --report                # all tables, and the picture, from the rows that there are
@@ -64,11 +64,12 @@ def run(cases: list[Case], out: Path, *, full: bool = True, virtual: bool = Fals
     Raises:
         GradcompError: a task's data is not there, or a rank failed.
     """
-    done = {key(row.config, row.seed) for row in (schema.read(out) if out.exists() else [])}
+    rows = schema.read(out) if out.exists() else []
+    done = {key({k: v for k, v in row.config.items() if k != "virtual"}, row.seed) for row in rows}
     said = {"virtual": True} if virtual else {}
     if virtual:
         cases = [c for c in cases if c.optimizer in ("sgd", "adamw")]
-    cases = list(dict.fromkeys(c for c in cases if key(config_of(c) | said, c.seed) not in done))
+    cases = list(dict.fromkeys(c for c in cases if key(config_of(c), c.seed) not in done))
     total, finished, begun = len(cases), 0, time.monotonic()
 
     def on_message(kind: str, content: tuple[Case, dict[str, Any]]) -> None:

@@ -27,7 +27,8 @@ class Context:
     """What all buckets of a handle share.
 
     ``find_unused``: the trainer drops the gradients of parameters that no rank used, so their residuals must not be sent.
-    ``scratch``: the buffers of reduce-scatters, if only one exchange runs at a time.
+    ``scratch``: the buffers of reduce-scatters, if only one exchange runs at a time. ``keeps_buffers``: the trainer leaves a
+    bucket's gradients where they are until the next step.
     """
 
     table: ParameterTable
@@ -37,6 +38,7 @@ class Context:
     ops: Ops
     find_unused: bool = False
     scratch: Scratch | None = None
+    keeps_buffers: bool = False
 
 
 class BucketExchange:
@@ -47,6 +49,9 @@ class BucketExchange:
         buffer: its flat gradient tensor (any dtype; sparse and complex ones are only ever all-reduced).
         choices: per parameter name; None to all-reduce the bucket as it is.
         row: length of a rank's shard of ``buffer``, for a reduce-scatter; None for an all-reduce.
+
+    After each run ``ok`` tells whether the gradients were finite on all ranks, unless ``unchecked`` holds the mean: then nobody
+    has looked.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class BucketExchange:
         row: int | None = None,
     ) -> None:
         self.ok = True
+        self.unchecked: Tensor | None = None
         self._context = context
         self._memory = context.memory
         groups: dict[str, list[Slot]] = {}
@@ -67,6 +73,7 @@ class BucketExchange:
             (exact if spec == "none" else groups.setdefault(spec, [])).append(slot)
 
         self.compressed = bool(groups)
+        self._alone = choices is None or all(choice.spec == "none" for choice in choices.values())
         self.name = "+".join(parse_spec(spec)[0].name for spec in groups) or "none"
         self._spec = wire.checksum(sorted((slot.name, spec) for spec, members in groups.items() for slot in members))
         self._layout = wire.checksum([(s.name, s.offset, s.numel) for s in slots], str(buffer.dtype), context.world)
@@ -124,7 +131,7 @@ class BucketExchange:
 
         In a reduce-scatter ``out`` [row] becomes this rank's row of the mean, and ``buffer`` is left with anything.
         """
-        self.ok = True
+        self.ok, self.unchecked, context = True, None, self._context
         if self._fresh:
             yield from self._handshake(buffer.device, step)
             self._fresh = False
@@ -162,8 +169,10 @@ class BucketExchange:
 
         for name in unused:
             self._memory.keep(name)
-        if not self.compressed:
-            self.ok = _is_finite(flat)  # other buckets' residuals, and whether the trainer skips the step, depend on it
+        if self._alone and context.keeps_buffers and not self._memory.active:
+            self.unchecked = flat  # no residual depends on it: who asks may look, instead of a pass in every step
+        elif not self.compressed:
+            self.ok = is_finite(flat)  # other buckets' residuals, and whether the trainer skips the step, depend on it
         if self._flat is not None:
             buffer.copy_(self._flat)
 
@@ -173,7 +182,7 @@ class BucketExchange:
         assert isinstance(self._exact, RowRuns)
         exact = not self.compressed or self._exact.share > 0
         if exact and self._memory.active:  # each rank sees its own shard only, but residuals depend on all of them
-            finite = torch.tensor([float(_is_finite(flat))], device=flat.device)
+            finite = torch.tensor([float(is_finite(flat))], device=flat.device)
             yield AllReduce(finite)
             self.ok = float(finite) == self._context.world
         if self._exact.share:
@@ -191,7 +200,7 @@ class BucketExchange:
                 yield request
             self.ok = self.ok and part.ok
         if exact and not self._memory.active:
-            self.ok = self.ok and _is_finite(shard)
+            self.ok = self.ok and is_finite(shard)
         if not self.ok:
             shard.fill_(float("nan"))
         if self._shard is not None:
@@ -225,7 +234,8 @@ class BucketExchange:
         wire.check_headers(everyone.view(world, -1), header)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether there is no inf or NaN in it; sparse and complex ones too."""
     values = tensor._values() if tensor.is_sparse else tensor
     values = torch.view_as_real(values) if values.is_complex() else values
     if not values.is_floating_point():

@@ -18,7 +18,7 @@ from gradcomp.bucket import Parameter, ParameterTable, Scratch, Slot
 from gradcomp.checkpoint import STATE_FORMAT, agree_on_states
 from gradcomp.collectives import Group
 from gradcomp.compressors.base import require
-from gradcomp.engine import BucketExchange, Context
+from gradcomp.engine import BucketExchange, Context, is_finite
 from gradcomp.errors import GradcompError, UnsupportedError
 from gradcomp.kernels.select import get_ops
 from gradcomp.memory import Memory
@@ -108,8 +108,9 @@ class Handle:
             self._memory.begin()
         scratch = Scratch() if synchronous else None
         self._context = Context(
-            self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused, scratch
-        )
+            self._table, self._memory, self.group.rank, self.group.world, self._ops, find_unused, scratch,
+            keeps_buffers=not counts_steps and not synchronous,
+        )  # fmt: skip
         self._counters = Counters()
         self._step = 0
         self._rounds = 0
@@ -126,7 +127,7 @@ class Handle:
         self._layout: list[list[str]] = []
         self._replay: LayoutReplay | None = None
         self._in_step = False
-        self._last_ok = True
+        self._last_ok, self._unchecked = True, list[Tensor]()
         self._error: BaseException | None = None
         if optimizer is not None:
             self._selection.warn_of(optimizer)
@@ -234,8 +235,17 @@ class Handle:
 
     @property
     def last_step_finite(self) -> bool:
-        """Whether the last step was finite on all ranks."""
+        """Whether the last step was finite on all ranks. Ask between ``backward()`` and the next one."""
+        if self._unchecked:
+            self._last_ok = all(map(is_finite, self._unchecked))
+            self._counters.skipped_steps += not self._last_ok
+            self._unchecked = []
         return self._last_ok
+
+    @property
+    def last_step_compressed(self) -> bool:
+        """Whether anything was compressed in the last step."""
+        return self._compressed_step
 
     @property
     def keeps_feedback(self) -> bool:
@@ -444,6 +454,7 @@ class Handle:
                 "none of the parameters that should be compressed"
             )
         self._last_ok = all(exchange.ok for exchange in self._used.values())
+        self._unchecked = [e.unchecked for e in self._used.values() if e.unchecked is not None]
         if self._last_ok:
             self._memory.commit()
             for exchange in self._used.values():

@@ -39,8 +39,9 @@ class Stats:
     gradients. ``wire_bytes``: what was sent. ``*_per_step``: of the last step. Seconds are host time in all steps:
     encoding (with the owners' averaging), blocked on collectives, decoding. ``residual_norm``: L2 norm of what error
     feedback holds back on this rank; ``residual_ratio``: relative to the last sampled local gradient. ``saturations``:
-    finite values that a cast clamped. ``skipped_steps``: steps in which a rank had inf or NaN. ``memory_bytes``:
-    residuals and warm starts. ``bypassed``: uncompressed parameters and why.
+    finite values that a cast clamped. ``skipped_steps``: steps in which a rank had inf or NaN; while DDP's gradients go
+    uncompressed and no residual is held, only those for which ``last_step_finite`` was asked. ``memory_bytes``: residuals
+    and warm starts. ``bypassed``: uncompressed parameters and why.
     """
 
     spec: str

@@ -64,7 +64,8 @@ class DDPState:
         previous, self._seen = self._seen, seen
         if previous is None or previous[1] == seen[1]:  # the step before did not finish
             return
-        if previous[0] == seen[0] and self.handle.last_step_finite:
+        # steps that a scaler may have skipped do not count, nor do uncompressed ones
+        if previous[0] == seen[0] and self.handle.last_step_compressed and self.handle.last_step_finite:
             self._warned = True
             warnings.warn(
                 "gradcomp: backward() ran twice without an optimizer step, so gradients were compressed and exchanged twice. "

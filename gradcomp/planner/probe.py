@@ -135,10 +135,13 @@ def measure_codec(
 ) -> Codec:
     """Host or device time of one compressor before, between and after its collectives, from two sizes of bucket.
 
-    The exchange is this rank's own, in a world of the group's size; collectives are completed from its own data.
+    The exchange is this rank's own, in a world of the group's size; collectives are completed from its own data. Where ranks
+    share cores, each takes as long as until the last one is through.
     """
     ops = get_ops(device, "auto")
+    together = AllReduce(torch.zeros(1, device=device))
     samples: list[tuple[int, list[float]]] = []
+    turns = 1.0
     for shape in _ELEMENTS:
         parameter = Parameter("probe", shape[0] * shape[1], shape, dtype)
         memory = Memory(ParameterTable([parameter]), group.rank, group.world)
@@ -149,15 +152,26 @@ def measure_codec(
         )  # fmt: skip
         gradient = buffer.clone()
         times: list[list[float]] = []
+        spans: list[tuple[float, float]] = []  # until all ranks are through, and of waiting for each other alone
         for _ in range(steps):
             buffer.copy_(gradient)
-            group.gather_object(None, "probe")
+            group.run(together)
+            begun = time.perf_counter()
             times.append(_segments(exchange, buffer, group.world, device))
+            group.run(together)
+            done = time.perf_counter()
+            group.run(together)
+            spans.append((done - begun, time.perf_counter() - done))
             memory.commit()
-        steady = times[2:]
-        samples.append((parameter.numel, [statistics.median(column) for column in zip(*steady, strict=True)]))
+        samples.append((parameter.numel, [statistics.median(column) for column in zip(*times[2:], strict=True)]))
+        # one rank's own time does not show that others, or it before it began, waited for a core
+        everyone = group.gather_object([(sum(own), *span) for own, span in zip(times, spans, strict=True)][2:], "probe")
+        own, span, idle = (
+            statistics.median(max(rank[i] for rank in ranks) for ranks in zip(*everyone, strict=True)) for i in range(3)
+        )
+        turns = max(1.0, (span - idle) / own)
     small, large = samples
-    mine = [((t1 - t0) / (large[0] - small[0]), t0) for t0, t1 in zip(small[1], large[1], strict=True)]
+    mine = [(turns * (t1 - t0) / (large[0] - small[0]), t0) for t0, t1 in zip(small[1], large[1], strict=True)]
     everyone = group.gather_object([(max(0.0, each), max(0.0, t0 - each * small[0])) for each, t0 in mine], "probe")
     segments = tuple(
         (max(rank[i][1] for rank in everyone), max(rank[i][0] for rank in everyone)) for i in range(len(mine))

@@ -104,6 +104,13 @@ class Network:
         carried = nic_bytes(kind, sent, ranks, self.gpus_per_node)
         return self.latency * messages(kind, ranks) + 8 * carried / (self.efficiency * self.gigabits * 1e9)
 
+    def seconds_behind(self, kind: str, sent: float, ranks: int) -> float:
+        """The same where another collective is under way already: several fill the link, as the best of them does alone."""
+        alone = self.seconds(kind, sent, ranks)
+        if self.curves is None or ranks == 1:
+            return alone
+        return min(alone, sent * min(curve.per_byte for curve in self.curves.values()))
+
     def at(self, gigabits: float) -> Network:
         """The same network at another nominal speed: a measured one keeps its latency and its efficiency."""
         if self.curves is None:
