@@ -1,6 +1,6 @@
 """Step times on real, slow links: no hook, torch's hooks and every compressor, side by side in one run.
 
-    sudo python benchmarks/network.py                                  # about 10 minutes; needs root
+    sudo python benchmarks/network.py                                  # 12 minutes; needs root
     sudo python benchmarks/network.py --gigabits 1 --ranks 2           # one link, 1 minute
     sudo python benchmarks/network.py --quick                          # does it run? 20 seconds, two exchanges
     sudo python benchmarks/network.py --out benchmarks/results/network.jsonl

@@ -1,6 +1,6 @@
 """Is the planner right? Predicted against measured step times on shaped links, and its advice against all alternatives.
 
-    sudo python benchmarks/planner.py                                  # about 10 minutes; needs root
+    sudo python benchmarks/planner.py                                  # 10 minutes; needs root
     sudo python benchmarks/planner.py --gigabits 1 --ranks 2           # one link
     sudo python benchmarks/planner.py --quick                          # does it run?
     sudo python benchmarks/planner.py --out benchmarks/results/planner.jsonl --plot benchmarks/results/planner.png

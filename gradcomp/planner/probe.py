@@ -44,6 +44,7 @@ _ELEMENTS = ((256, 256), (2560, 2560))
 
 _REST = 0.01
 """Seconds without traffic before a collective is timed."""
+_BUCKET = 4 << 20
 _PIECE, _PIECES = 1 << 18, 16
 """Compressors send a large bucket in several messages that are under way at once, and so does the probe: at most so many,
 of at least so many bytes for each peer. (gloo sends both ways on one connection; of one large message each way, one direction
@@ -59,8 +60,9 @@ def _requests(kind: str, sent: float, world: int, device: torch.device) -> list[
         return torch.zeros(max(1, int(count)) * (1 if dtype == torch.uint8 else world), dtype=dtype, device=device)
 
     share = (world - 1) / world
-    if kind == "AllReduce":
-        return [AllReduce(zeros(sent / (2 * share) / 4 / world, torch.float32))]
+    if kind == "AllReduce":  # as of two of DDP's buckets
+        pieces = 2 if sent >= 2 * _BUCKET else 1
+        return [AllReduce(zeros(sent / pieces / (2 * share) / 4 / world, torch.float32)) for _ in range(pieces)]
     if kind == "ReduceScatter":
         send = zeros(sent / share / 4 / world, torch.float32)
         return [ReduceScatter(send, zeros(send.numel() // world, torch.uint8).float())]
@@ -90,18 +92,20 @@ def measure_collectives(
     curves = {}
     for kind in kinds:
         points: list[tuple[float, float]] = []
-        size = 4096.0
+        size, issue = 4096.0, 0.0
         while size <= largest:
             requests = _requests(kind, size, group.world, device)
-            once = max(_timed(group, requests, device, 2))
-            times = _timed(group, requests, device, max(3, min(15, int(_BUDGET / 2 / once))))
+            once = max(_timed(group, requests, device, 2)[0])
+            times, starts = _timed(group, requests, device, max(3, min(15, int(_BUDGET / 2 / once))))
+            if not points:
+                issue = statistics.median(starts)
             nbytes = sum(request.wire_bytes(group.world) for request in requests)
             sent = sent_bytes(kind, float(nbytes), group.backend)
             points.append((sent, statistics.median(times)))
             if once * 4 > _BUDGET and len(points) >= 3:
                 break
             size *= 4
-        curves[kind] = Curve.fit(points)
+        curves[kind] = Curve.fit(points, issue)
         say(
             f"{kind}: {1e3 * curves[kind].fixed:.3g} ms + bytes / {1e-6 / curves[kind].per_byte:.4g} MB/s, "
             f"largest deviation {100 * curves[kind].residual:.0f} %"
@@ -109,8 +113,10 @@ def measure_collectives(
     return curves
 
 
-def _timed(group: Group, requests: Sequence[Collective], device: torch.device, repeats: int) -> list[float]:
-    """Seconds from a rest until all of ``requests`` have ended, on the slowest rank."""
+def _timed(
+    group: Group, requests: Sequence[Collective], device: torch.device, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Seconds from a rest until all of ``requests`` have ended, and until they were issued; on the slowest rank."""
     together = AllReduce(torch.zeros(1, device=device))
     times = []
     for _ in range(repeats):
@@ -118,11 +124,17 @@ def _timed(group: Group, requests: Sequence[Collective], device: torch.device, r
         group.run(together)
         _settle(device)
         begun = time.perf_counter()
-        for pending in [group.start(request) for request in requests]:
+        under_way = [group.start(request) for request in requests]
+        issued = time.perf_counter() - begun
+        for pending in under_way:
             pending.wait()
         _settle(device)
-        times.append(time.perf_counter() - begun)
-    return [max(column) for column in zip(*group.gather_object(times, "probe"), strict=True)]
+        times.append((time.perf_counter() - begun, issued))
+    slowest = [
+        [max(rank[i] for rank in ranks) for i in range(2)]
+        for ranks in zip(*group.gather_object(times, "probe"), strict=True)
+    ]
+    return [whole for whole, _ in slowest], [issued for _, issued in slowest]
 
 
 def _settle(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,17 @@ class Curve:
     """Seconds of one kind of collective by bytes that a rank sends: measured points, joined by straight lines.
 
     ``residual``: largest relative deviation of the points from the line ``fixed + per_byte * bytes``, which serves beyond
-    the points and for other links.
+    the points and for other links. ``issue``: seconds that the host is busy with starting one.
     """
 
     points: tuple[tuple[float, float], ...]
     fixed: float
     per_byte: float
     residual: float
+    issue: float = 0.0
 
     @staticmethod
-    def fit(points: Sequence[tuple[float, float]]) -> Curve:
+    def fit(points: Sequence[tuple[float, float]], issue: float = 0.0) -> Curve:
         """``per_byte``: between the two largest sizes, where bandwidth is all that counts; ``fixed``: the line through the two
         smallest, at no bytes. One line through all would be wrong on links that let a short message through at once (the
         buffers of switches, token buckets).
@@ -60,7 +61,7 @@ class Curve:
             per_byte = yn / xn
         fixed = max(0.0, y0 - x0 * min(per_byte, max(0.0, slope(points[0], points[1]))))
         residual = max(abs(fixed + per_byte * x - y) / y for x, y in points)
-        return Curve(tuple(points), fixed, per_byte, residual)
+        return Curve(tuple(points), fixed, per_byte, residual, issue)
 
     def seconds(self, nbytes: float) -> float:
         """Time of a collective in which a rank sends ``nbytes``."""
@@ -104,12 +105,9 @@ class Network:
         carried = nic_bytes(kind, sent, ranks, self.gpus_per_node)
         return self.latency * messages(kind, ranks) + 8 * carried / (self.efficiency * self.gigabits * 1e9)
 
-    def seconds_behind(self, kind: str, sent: float, ranks: int) -> float:
-        """The same where another collective is under way already: several fill the link, as the best of them does alone."""
-        alone = self.seconds(kind, sent, ranks)
-        if self.curves is None or ranks == 1:
-            return alone
-        return min(alone, sent * min(curve.per_byte for curve in self.curves.values()))
+    def issue(self, kind: str) -> float:
+        """Seconds that the host is busy with starting a collective of ``kind``; 0 if not measured."""
+        return self.curves[kind].issue if self.curves is not None and kind in self.curves else 0.0
 
     def at(self, gigabits: float) -> Network:
         """The same network at another nominal speed: a measured one keeps its latency and its efficiency."""
@@ -119,7 +117,7 @@ class Network:
         curves = {}
         for kind, curve in self.curves.items():
             points = tuple((x, max(curve.fixed + (y - curve.fixed) * factor, 1e-9)) for x, y in curve.points)
-            curves[kind] = Curve(points, curve.fixed, curve.per_byte * factor, curve.residual)
+            curves[kind] = Curve(points, curve.fixed, curve.per_byte * factor, curve.residual, curve.issue)
         return replace(self, gigabits=gigabits, curves=curves)
 
 
@@ -257,11 +255,8 @@ class Profile:
             "backend": self.backend,
             "device": self.device,
             "gigabits": self.gigabits,
-            "collectives": {
-                kind: {"fixed": c.fixed, "per_byte": c.per_byte, "residual": c.residual, "points": c.points}
-                for kind, c in self.collectives.items()
-            },
-            "codecs": {spec: {"segments": c.segments, "source": c.source} for spec, c in self.codecs.items()},
+            "collectives": {kind: asdict(curve) for kind, curve in self.collectives.items()},
+            "codecs": {spec: asdict(codec) for spec, codec in self.codecs.items()},
             "compute": self.compute,
             "machine": self.machine,
         }
@@ -284,8 +279,7 @@ class Profile:
                 ranks=int(value["ranks"]), backend=value["backend"], device=value["device"],
                 gigabits=float(value["gigabits"]),
                 collectives={
-                    kind: Curve(tuple((x, y) for x, y in c["points"]), c["fixed"], c["per_byte"], c["residual"])
-                    for kind, c in pairs
+                    kind: Curve(**{**known, "points": tuple((x, y) for x, y in known["points"])}) for kind, known in pairs
                 },
                 codecs={
                     spec: Codec(tuple((a, b) for a, b in c["segments"]), c["source"])

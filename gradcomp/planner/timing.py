@@ -55,11 +55,11 @@ class _VirtualGroup(Group):
         self._clock, self._network = clock, network
 
     def start(self, request: Any) -> Any:
-        busy = self._clock.link_free > self._clock.now
-        time = self._network.seconds_behind if busy else self._network.seconds
         # pieces that are under way together have one latency
-        seconds = request.part * time(request.kind, request.nbytes / request.part, self.world)
-        return _VirtualPending(self._clock, self._clock.transfer(seconds))
+        seconds = request.part * self._network.seconds(request.kind, request.nbytes / request.part, self.world)
+        end = self._clock.transfer(seconds)
+        self._clock.now += self._network.issue(request.kind)
+        return _VirtualPending(self._clock, end)
 
 
 @dataclass(frozen=True, slots=True)
