@@ -106,13 +106,17 @@ def milliseconds(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
+
+
 def step_cell(row: Row | None, base: Row | None) -> list[str]:
     """Median step in ms with its 20-80 % range, and how many times faster than the base."""
     if row is None or row.error is not None:
         return ["" if row is None else "failed", ""]
     step = row.measured["step_ms"]
     assert isinstance(step, schema.Quantiles)
-    faster = "" if base is None or base.error is not None else f"{base.number('step_ms') / step.p50:.2g}x"
+    faster = "" if base is None or base.error is not None else f"{two_digits(base.number('step_ms') / step.p50)}x"
     low, middle, high = (milliseconds(value) for value in (step.p20, step.p50, step.p80))
     return [f"{middle} ({low} to {high})", faster]
 
@@ -132,7 +136,7 @@ def network(ranks: int) -> str:
                 fine = (
                     row is not None and row.error is None and "ideal_ms" in row.measured and row.number("ideal_ms") > 0
                 )
-                cells.append(f"{row.number('exposed_ms') / row.number('ideal_ms'):.2g}" if fine and row else "")
+                cells.append(two_digits(row.number("exposed_ms") / row.number("ideal_ms")) if fine and row else "")
         lines.append(cells)
     headings = ["exchange", "MB sent"]
     for gigabits, rows in by_speed.items():
