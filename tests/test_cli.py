@@ -341,6 +341,7 @@ def test_warm_up_is_for_strongly_biased_compressors() -> None:
     steps = {name: settings.warmup_steps(name) for name in gradcomp.compressor_names()}
     assert {name for name, count in steps.items() if count} == {"onebit", "topk"}
     assert set(steps.values()) == {0, 10}
+    assert {name for name in steps if settings.rules(name)} == {"onebit", "topk"}
 
 
 # ------------------------------------------------------------------------ data

@@ -160,7 +160,10 @@ def _explain(rows: list[Row], compute: float, source: str, settings: Settings) -
         "ranks.",
     ]
     if any(row.warmup_steps for row in rows):
-        lines.append("Warm-up: steps exchanged uncompressed at the start, as is usual for 1-bit and Top-K.")
+        lines.append(
+            "Warm-up: steps exchanged uncompressed at the start, as is usual for 1-bit and Top-K. They also leave the output "
+            "layer to int8, because there they lose most."
+        )
     lines += [
         f"Step here: median on this machine, {settings.ranks} ranks of {threads} thread{'s' * (threads > 1)} on {cores()} "
         "cores over the loopback interface, which is faster than any network.",

@@ -66,6 +66,10 @@ class Settings:
         """Steps that are exchanged uncompressed first: a tenth for 1-bit and Top-K, as is usual, none for others."""
         return self.steps // 10 if parse_spec(spec)[0].traits.strongly_biased else 0
 
+    def rules(self, spec: str) -> list[tuple[str, str]]:
+        """1-bit and Top-K lose most in the output layer, so that goes at int8 (README, "What compression costs")."""
+        return [("head.weight", "int8")] if parse_spec(spec)[0].traits.strongly_biased else []
+
     def evaluation_steps(self) -> set[int]:
         """After how many steps to evaluate: denser at the start, for a logarithmic axis."""
         return {max(1, round(self.steps * part)) for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)}

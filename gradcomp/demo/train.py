@@ -153,6 +153,7 @@ def _train(index: int, spec: str, dataset: data.Dataset, settings: Settings, say
         handle = register(
             trainer.ddp,
             spec,
+            rules=settings.rules(spec),
             warmup_steps=run.warmup_steps,
             schedule=settings.schedule,
             optimizer=trainer.optimizer,
