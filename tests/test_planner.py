@@ -226,6 +226,16 @@ def test_starting_a_collective_occupies_the_host() -> None:
     assert hidden.total - free.total == pytest.approx(4 * 5e-3, rel=0.3)
 
 
+def test_pieces_under_way_together_have_one_measured_latency() -> None:
+    pieces = [payload.Request("AllToAll", 1e6, False, ahead=True) for _ in range(4)]
+    many = payload.Bucket(numel=1e6, compressed=1e6, requests=(*pieces, payload.Request("AllGather", 1e6, True)))
+    line = Curve.fit([(x, 1e-2 + x / 1e9) for x in (4e3, 4e7)])
+    assumed = Network(gigabits=8.0, efficiency=1.0, latency=1e-2)
+    measured = replace(assumed, curves={"AllToAll": line, "AllGather": line}, measured_ranks=2)
+    links = [timing.backward([many], 0.0, network, None, 2).link for network in (assumed, measured)]
+    assert links == pytest.approx([5 * (1e-2 + 1e-3), 2 * 1e-2 + 5e-3], rel=1e-3)
+
+
 def test_short_messages_that_pass_at_once_do_not_bend_the_line() -> None:
     """A token bucket lets 64 kB through; what is larger takes its time."""
     points = [(x, 5e-4 + max(0.0, x - 65536) / 12.5e6) for x in (4096.0 * 4**k for k in range(6))]

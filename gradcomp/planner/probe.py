@@ -45,6 +45,7 @@ _ELEMENTS = ((256, 256), (2560, 2560))
 _REST = 0.01
 """Seconds without traffic before a collective is timed."""
 _BUCKET = 4 << 20
+"""Bytes from which on an all-reduce counts as a bucket: DDP has several of them under way, so larger ones are probed in two."""
 _PIECE, _PIECES = 1 << 18, 16
 """Compressors send a large bucket in several messages that are under way at once, and so does the probe: at most so many,
 of at least so many bytes for each peer. (gloo sends both ways on one connection; of one large message each way, one direction

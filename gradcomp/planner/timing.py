@@ -55,8 +55,9 @@ class _VirtualGroup(Group):
         self._clock, self._network = clock, network
 
     def start(self, request: Any) -> Any:
-        # pieces that are under way together have one latency
-        seconds = request.part * self._network.seconds(request.kind, request.nbytes / request.part, self.world)
+        # measured curves are of all pieces of a phase together; on an assumed link each has its latency
+        part = request.part if self._network.curves is not None else 1.0
+        seconds = part * self._network.seconds(request.kind, request.nbytes / part, self.world)
         end = self._clock.transfer(seconds)
         self._clock.now += self._network.issue(request.kind)
         return _VirtualPending(self._clock, end)
