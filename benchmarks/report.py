@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = (README, ROOT / "benchmarks" / "README.md")
 MARKED = re.compile(r"(<!-- results: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+BENCHMARKS = ("accuracy", "kernels", "network", "peers", "planner")
 NOTHING, NO_HOOK = "no communication", "no hook"
 
 
